@@ -1,4 +1,4 @@
-"""A command typed in this process: what a new one would start with, its imports and recordings, is there already."""
+"""Runs a command line in this process, where its imports and recordings are already loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from planner.commands import cli
 
 
 def typed(*words: str, code: int = 0) -> Result:
-    """What the command says, which must end with the code and no traceback."""
+    """The result of a command, which must end with the given exit code and without a traceback."""
     done = CliRunner().invoke(cli, words, prog_name="vplan")
     assert done.exit_code == code, done.stderr + done.stdout
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception

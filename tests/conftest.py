@@ -1,5 +1,5 @@
-"""Nobody's own models but a test's: the data folder of whoever runs the suite is left alone. And one thread a process:
-tests have tiny tensors, and every core has a worker."""
+"""Settings of the whole suite: tests use no data folder of the user's, and each process runs one thread, because the
+tensors of tests are tiny and every core has a worker."""
 
 import gc
 import os
@@ -17,37 +17,38 @@ from planner.units import GIB
 from tests.preloaded_python import forked_processes
 
 os.environ["VPLAN_HOME"] = str(Path(__file__).parent / "nobody")
-"""Never made: a test that keeps a model sets a folder of its own."""
+"""Never created: a test that stores a model sets a folder of its own."""
 
 os.environ["OMP_NUM_THREADS"] = "1"
-"""Read by torch when it is imported; processes that tests start inherit it."""
+"""Read by torch on import; inherited by processes that tests start."""
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-"""Where it is set, each of the thousand processes that tests start would compile our sources anew: 0.35 s of CPU."""
+"""With it, each of the thousand processes that tests start would compile our sources again: 0.35 s of CPU."""
 
 sys.dont_write_bytecode = False
-"""Here likewise: pytest rewrites the assertions of all test files anew where it may not keep them, in each worker."""
+"""Likewise for this process: without its cache, pytest rewrites the assertions of all test files in each worker."""
 
 gc.set_threshold(200_000)
-"""As `vplan.main` has it: a command makes many objects and hardly any garbage."""
+"""As in `vplan.main`: a command makes many objects and hardly any garbage."""
 
 
 def pytest_report_header() -> str:
-    """Which allocator replays tapes: tests of answers take three times as long with the one in Python, which is there
-    in a tree that was not installed (``pip install --no-deps -e .`` compiles it)."""
+    """Which allocator replays tapes. With the one in Python tests of answers take three times as long; it is used in a
+    tree that is not installed (``pip install --no-deps -e .`` compiles the other)."""
     if CachingAllocator is caching.CachingAllocator:
         return "allocator: in Python (slow); pip install --no-deps -e . compiles it"
     return "allocator: compiled"
 
 
 MOST_KEPT = 3 * GIB
-"""Bytes of a worker, which is asked about all models, before it forgets their recordings; two of 12 GiB are too many
-for a machine of 24."""
+"""Bytes of a worker's memory beyond which it forgets its recordings. A worker that is asked about all models reaches 12
+GiB, and two of these are too many for a machine of 24."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def recordings_forgotten() -> Iterator[None]:
-    """What is made of recordings is kept for the next question about the same model, and not for the whole suite."""
+    """Clears caches of recordings between modules if they are large: they serve later questions about the same model,
+    but must not grow over the whole suite."""
     yield
     if psutil.Process().memory_info().rss > MOST_KEPT:
         forget_recordings()
@@ -55,16 +56,16 @@ def recordings_forgotten() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def preloaded_python() -> Iterator[None]:
-    """Processes of vplan that a module's tests start are forks of one that has torch imported already."""
+    """Within a module, vplan processes are forked from one that has imported torch."""
     with forked_processes():
         yield
 
 
 @pytest.fixture(scope="module")
 def frozen_heap() -> Iterator[None]:
-    """What a module's tests look for when they collect garbage is what they made themselves. A process that collected
-    the whole suite has 0.8 million objects, and code that frees a GPU's memory looks through all of them: 1 to 2 s each
-    time. Not for all modules: see `planner.garbage_collection.without_garbage_collection`."""
+    """Within a module, the garbage collector ignores the objects made before it. After the whole suite a process has
+    0.8 million of them, and code that frees GPU memory scans them all: 1 to 2 s each time. Not for all modules, see
+    `planner.garbage_collection.without_garbage_collection`."""
     if gc.get_freeze_count():
         yield
         return

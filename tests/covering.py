@@ -1,5 +1,5 @@
-"""Fewer cases than a full product, chosen by a rule: for what is claimed of every model and of every option, where a
-pair of the two runs no code that neither runs with others."""
+"""Rules for choosing fewer cases than the full product, for claims about every model and every option whose
+combinations share all of their code with other cases."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Case = TypeVar("Case")
 
 
 def in_turns(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """The full product of all lists but the last; each case of it with one value of the last, which takes turns: the
-    one at the sum of the others' positions. Of models, methods and dtypes every model meets each method, every model
-    and every method meet each dtype, and half of the full product is left."""
+    """The full product of all lists but the last, where each case gets one value of the last list, taking turns: the
+    one at the sum of the others' positions. For models, methods and dtypes, every model meets every method, and every
+    model and every method meet every dtype, with half of the full product (for two dtypes)."""
     *whole, turns = lists
     return [
         (*(value for _, value in case), turns[sum(place for place, _ in case) % len(turns)])
@@ -22,8 +22,8 @@ def in_turns(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def covering(cases: Iterable[Case], facts: Callable[[Case], Iterable[Hashable]]) -> list[Case]:
-    """Cases that have together every fact that any of them has. Greedy: next is the first of those that add most; in
-    their own order."""
+    """Cases that together have every fact that any case has. Greedy: repeatedly adds the first of the cases that
+    contribute most. Returned in their original order."""
     left = list(cases)
     said = [frozenset(facts(case)) for case in left]
     wanted, chosen = frozenset[Hashable]().union(*said), set[int]()

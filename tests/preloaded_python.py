@@ -1,13 +1,15 @@
-"""Processes of vplan as forks of a Python that has imported torch already, in place of new Pythons: a worker's imports
-take ten seconds of a core, and what most tests of processes look at a tenth of one.
+"""Forks vplan's processes from a Python that has imported torch, instead of starting new Pythons: a worker's imports
+take ten seconds of a core, and what most tests examine takes a tenth of one.
 
-The fixture `preloaded_python` puts a `Popen` into `subprocess` that forks where a new Python would run one of our
-scripts or torch's launcher; any other command, and one whose Python would begin otherwise, is started as ever. A fork
-has its own process id, session, standard streams, environment, folder, arguments and signals; it is a child of the
-process that started it, and ends as any process does. It runs the same script from its first line; only modules are
-there already.
-A server (``python -m tests.preloaded_python``) does the first fork, so that it knows nothing of the tests; what that
-process starts, it forks by itself. `VPLAN_NEW_PYTHONS=1` starts new Pythons everywhere: for whoever doubts a fork.
+The fixture `preloaded_python` replaces `subprocess.Popen` by one that forks where a new Python would run one of our
+scripts or torch's launcher. All other commands are started normally, as are those whose Python would start under other
+conditions. A fork has its own process ID, session, standard streams, environment, folder, arguments and signals; it is
+a child of the process that started it, and ends as any process does. It runs the same script from its first line; the
+only difference is that modules are already loaded.
+
+A server (``python -m tests.preloaded_python``) makes the first fork, so that the fork contains nothing of the tests;
+processes started by that fork are forked from it. To rule out the forks as the cause of a failure,
+`VPLAN_NEW_PYTHONS=1` starts new Pythons everywhere.
 """
 
 from __future__ import annotations
@@ -71,44 +73,45 @@ PRELOADED = (
     "transformers.models.t5.modeling_t5",
     "transformers.models.umt5.modeling_umt5",
 )
-"""What workers import, some of them only when they need it."""
+"""Modules that workers import, some only on demand."""
 
 READ_AT_START = ("PYTHON", "OMP_NUM_THREADS", "TORCH", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DIFFUSERS_", "TZ")
-"""Beginnings of variables that Python and libraries read as they start: where they are not as the server's, no fork."""
+"""Prefixes of variables that Python and libraries read at start. If they differ from the server's, the process is not
+forked."""
 
 OF_RANKS = ("TORCHELASTIC_", "TORCH_NCCL_")
-"""Of these, what torch's launcher gives its ranks: read when processes meet, and in no import."""
+"""Exceptions from these, set by torch's launcher for its ranks: read when processes connect, and not on import."""
 
 HASH_SEED = ("PYTHONHASHSEED", "0")
-"""The server's, unless the tests have one: recordings ask for it, and where none is asked for, it may be any."""
+"""Set for the server, unless the tests have one: recordings require it, and other code works with any."""
 
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of linux/prctl.h: orphans below this process become its own children."""
 
 _Popen = subprocess.Popen
 _is_fork = False
-"""Whether this is the server, or a process of its."""
+"""Whether this is the server, or a process forked from it."""
 
 
 class Start(NamedTuple):
     """A process to fork."""
 
     arguments: list[str]
-    """its `sys.argv`, from the script or the module on"""
+    """its `sys.argv`, starting with the script or the module"""
     module: str | None
-    """in place of a script"""
+    """instead of a script"""
     is_unbuffered: bool
     puts_folder_first: bool
-    """whether the script's folder is the first on `sys.path`"""
+    """whether the script's folder comes first on `sys.path`"""
     folder: str
     environment: dict[str, str]
     leads_session: bool
     blocked: list[int]
-    """signals that wait in the thread that asks, and so in what it starts"""
+    """signals blocked in the requesting thread, which the new process inherits"""
 
 
 class ForkingPopen(_Popen):  # type: ignore[type-arg]
-    """`subprocess.Popen`, but that a process which would import torch anew is a fork of one that has."""
+    """A `subprocess.Popen` that forks processes which would otherwise import torch again."""
 
     def _execute_child(self, *given: Any) -> None:
         asked = inspect.signature(_Popen._execute_child).bind(self, *given).arguments  # type: ignore[attr-defined]
@@ -132,12 +135,12 @@ class ForkingPopen(_Popen):  # type: ignore[type-arg]
 
 
 def asked_environment(asked: Mapping[str, Any]) -> Mapping[str, str]:
-    """The environment of the process that is asked for."""
+    """The environment of the requested process."""
     return os.environ if asked["env"] is None else {os.fsdecode(k): os.fsdecode(v) for k, v in asked["env"].items()}
 
 
 def _start(asked: Mapping[str, Any]) -> Start | None:
-    """What is to be forked; None where a new process must be started."""
+    """The process to fork; None if a new one must be started."""
     words = [asked["args"]] if isinstance(asked["args"], str) else [os.fsdecode(word) for word in asked["args"]]
     untold = ("preexec_fn", "pass_fds", "shell", "gid", "gids", "uid")
     if words[0] != sys.executable or any(asked[name] for name in untold) or asked["process_group"] not in (None, -1):
@@ -174,7 +177,7 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def forked_processes() -> Iterator[None]:
-    """A context in which `subprocess` forks vplan's processes, where the system can."""
+    """A context in which `subprocess` forks vplan's processes, on systems that support it."""
     has_torch = importlib.util.find_spec("torch") and importlib.util.find_spec("diffusers")
     if sys.platform != "linux" or os.environ.get("VPLAN_NEW_PYTHONS") == "1" or not has_torch:
         yield
@@ -184,7 +187,7 @@ def forked_processes() -> Iterator[None]:
 
 
 def new_processes() -> contextlib.AbstractContextManager[None]:
-    """A context in which `subprocess` starts each Python anew, in a test of what only then is seen."""
+    """A context in which `subprocess` starts new Pythons, for tests of what only happens then."""
     return _popen(_Popen)
 
 
@@ -198,7 +201,7 @@ def _popen(kind: type[subprocess.Popen[Any]]) -> Iterator[None]:
 
 
 class _Server:
-    """The process with the imports; it ends when its socket is closed, or this process ends in whatever way."""
+    """The process with the imports; it ends when its socket is closed, or when this process ends for any reason."""
 
     def __init__(self, preload: str) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -213,7 +216,7 @@ class _Server:
             )
 
     def fork(self, start: Start, streams: list[int]) -> int:
-        """The id of a process that is now a child of this one."""
+        """Forks a process, which becomes a child of this one; returns its ID."""
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(SUBREAPER, 1, 0, 0, 0):
             raise OSError(ctypes.get_errno(), "prctl")
@@ -227,7 +230,7 @@ class _Server:
         return int(answer)
 
     def close(self) -> None:
-        """Ends it, and waits until it is gone: what it took then counts among this process's children."""
+        """Ends the server and waits for it, so that its resource use counts among this process's children."""
         self.socket.close()
         self.process.wait()
 
@@ -236,7 +239,7 @@ _servers: dict[str, _Server] = {}
 
 
 def _server(preload: str) -> _Server:
-    """The server whose C library's calls go to the libraries in ``preload`` first."""
+    """The server whose C library is preceded by the libraries in ``preload``."""
     server = _servers.get(preload)
     if server is None or server.process.poll() is not None:  # the RAM guard's tests end all processes below theirs
         server = _servers[preload] = _Server(preload)
@@ -248,7 +251,7 @@ def _server(preload: str) -> _Server:
 
 
 def main() -> None:
-    """Forks for whoever holds the other end of standard input, a socket, until it is closed."""
+    """Forks processes for the other end of the socket on standard input, until it is closed."""
     global _is_fork
     _is_fork = True
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
@@ -271,7 +274,7 @@ def main() -> None:
 
 
 def _fork_orphan(start: Start, streams: list[int]) -> int:
-    """The id of a process whose parent is gone: it is a child of the nearest process above that takes orphans."""
+    """Forks a process whose parent ends, so that it becomes a child of the nearest subreaper; returns its ID."""
     read_end, write_end = os.pipe()
     between = os.fork()
     if not between:
@@ -291,7 +294,7 @@ def _fork_orphan(start: Start, streams: list[int]) -> int:
 
 
 def _become(start: Start, streams: list[int]) -> NoReturn:
-    """Turns this fork into the process that is asked for, runs it and leaves."""
+    """Turns this fork into the requested process, runs it and exits."""
     code = 1
     try:
         _forget_signals()
@@ -328,8 +331,8 @@ def _stream(number: int, errors: str, unbuffered: bool) -> io.TextIOWrapper:
 
 
 def _forget_signals() -> None:
-    """As a new Python has them: what was handled is not, what was ignored is still, such as Ctrl-C in what a shell
-    starts with &."""
+    """Resets signals as in a new Python: handlers are removed, and ignored signals stay ignored, such as Ctrl-C in a
+    command that a shell starts with &."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -338,7 +341,7 @@ def _forget_signals() -> None:
 
 
 def _run(start: Start) -> int:
-    """Runs the script or the module; the exit code."""
+    """Runs the script or the module; returns the exit code."""
     sys.argv = list(start.arguments)
     sys.path[0:1] = [os.path.dirname(start.arguments[0])] if start.puts_folder_first and not start.module else []
     try:

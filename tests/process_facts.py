@@ -1,4 +1,4 @@
-"""Prints what a process sees of itself, as JSON, and one line of errors; exit code 7. For `test_preloaded_python`."""
+"""Prints facts about its own process as JSON, and a line on stderr; exit code 7. For `test_preloaded_python`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules by which tests choose cases."""
+"""Tests of the rules by which tests choose cases."""
 
 from __future__ import annotations
 

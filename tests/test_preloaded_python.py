@@ -1,4 +1,4 @@
-"""A process that was forked is what a new Python would have been, to itself and to whoever started it."""
+"""A forked process behaves as a new Python would, both to itself and to its parent."""
 
 from __future__ import annotations
 

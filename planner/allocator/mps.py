@@ -1,18 +1,19 @@
 """Replay: plays a tape's allocations through the rules of PyTorch's allocator for Apple's GPUs (MPS).
 
 The source of every rule is pytorch's aten/src/ATen/mps/MPSAllocator.h of the 2.13.0 wheel (cf30153) and MPSAllocator.mm
-at 57ba412 and with pytorch#187441, which are alike in what stands here; its functions stand in brackets below. Torch
-takes Metal *heaps* from the driver and *buffers* out of them. A buffer is never split or joined: freed, it waits in its
-pool for a request that it is not much too large for. Nothing goes back to the driver until memory is short.
+at 57ba412 and with pytorch#187441, which agree on everything modelled here; the C++ functions are named in brackets
+below. Torch takes Metal *heaps* from the driver and allocates *buffers* in them. A buffer is never split or merged:
+once freed, it waits in its pool for a request it is not much too large for. Nothing is returned to the driver until
+memory is short.
 
-2.14 rounds large requests up to buckets (pytorch#187441), and later ones split heaps into ranges (#188045): not
-modelled. Neither are these, which the source leaves to Metal or to the moment:
+Not modelled: 2.14 rounds large requests up to buckets (pytorch#187441), and later versions split heaps into ranges
+(#188045). The source leaves the following to Metal or to timing, so they are assumptions:
 
-- Where in a heap Metal places a buffer: at the lowest address that fits, at a multiple of `ALIGNMENT_BYTES`. What a
-  heap has left is its largest hole from a page's start on, as ``maxAvailableSizeWithAlignment:`` defines it.
-- Whether the GPU still uses a buffer that was freed (``retainCount``): it is taken to be done with it.
-- The scalar pool (numbers of 8 bytes), and memory that MPSGraph and Metal take beside torch's heaps, but for as much as
-  ``other_bytes`` says.
+- Where Metal places a buffer in a heap: at the lowest address that fits, at a multiple of `ALIGNMENT_BYTES`. A heap's
+  available size is its largest hole from the start of a page, as ``maxAvailableSizeWithAlignment:`` defines it.
+- Whether the GPU still uses a freed buffer (``retainCount``): assumed not.
+- The scalar pool (numbers of 8 bytes), and memory that MPSGraph and Metal take outside torch's heaps: only
+  ``other_bytes`` is counted.
 
 Allocated is `torch.mps.current_allocated_memory`: whole buffers. Reserved is the heaps, a lower bound of
 `torch.mps.driver_allocated_memory`, which counts what others take too.
@@ -40,8 +41,8 @@ LOW_WATERMARK = 1.4
 """Where cached buffers begin to be released (default_low_watermark_ratio)."""
 
 ALIGNMENT_BYTES = 256
-"""Of a buffer in a heap: the least that out-of-memory messages ask for (mattmireles/gemma-tuner-multimodal#18: "Tried
-to allocate 256 bytes on shared pool")."""
+"""Alignment of buffers in a heap: the smallest size in out-of-memory messages (mattmireles/gemma-tuner-multimodal#18:
+"Tried to allocate 256 bytes on shared pool")."""
 PAGE_BYTES = 16 * KIB
 """``vm_page_size`` of Apple's chips."""
 
@@ -63,7 +64,7 @@ class _Heap:
         self.buffers = 0
 
     def place(self, size: int) -> int:
-        """Takes the lowest room for `size` bytes; returns its start."""
+        """Allocates `size` bytes at the lowest address that fits; returns it."""
         at = next(index for index, (start, end) in enumerate(self.holes) if end - start >= size)
         start, end = self.holes[at]
         self.holes[at : at + 1] = [(start + size, end)] if end - start > size else []
@@ -72,7 +73,7 @@ class _Heap:
         return start
 
     def give_back(self, start: int, size: int) -> None:
-        """Makes the room of a buffer a hole again, joined to those beside it."""
+        """Turns a buffer's room into a hole, merged with adjacent ones."""
         end = start + size
         at = bisect_left(self.holes, (start,))
         if at < len(self.holes) and self.holes[at][0] == end:
@@ -96,11 +97,12 @@ class _Buffer:
     def __init__(self, number: int, size: int, start: int, heap: _Heap) -> None:
         self.number, self.size, self.start, self.heap = number, size, start, heap
         self.freed_at = 0
-        """The pool's count of requests when it was freed: what has come since is torch's gc_count."""
+        """The pool's request count when it was freed; the difference to the current count is torch's gc_count."""
 
 
 class _Pool:
-    """Heaps, and buffers that wait for a request (BufferPool). All storage is shared: Apple's memory is one."""
+    """Heaps, and freed buffers that wait for a request (BufferPool). All storage is shared: Apple's GPUs have unified
+    memory."""
 
     __slots__ = ("available_bytes", "buffers", "heaps", "requests", "small")
 
@@ -115,7 +117,7 @@ class _Pool:
         insort(self.heaps, (heap.available, heap.number, heap))
 
     def take_heap(self, heap: _Heap) -> None:
-        """Removes a heap, before its room changes."""
+        """Removes a heap from the sorted list, before its available size changes."""
         del self.heaps[bisect_left(self.heaps, (heap.available, heap.number))]
 
     def take_buffer(self, buffer: _Buffer) -> None:
@@ -134,7 +136,7 @@ class MpsAllocator:
         max_buffer_bytes: int | None = None,
         other_bytes: int = 0,
     ) -> None:
-        """``working_set_bytes``: what Metal recommends, by which torch sets its watermarks; None: no limits.
+        """``working_set_bytes``: Metal's recommendation, of which torch's watermarks are multiples; None: no limits.
         ``max_buffer_bytes``: Metal's ``maxBufferLength``, which a request must be below. ``other_bytes``: what is on
         the device beside torch's heaps."""
         self._high = self._low = None
@@ -239,8 +241,8 @@ class MpsAllocator:
         return buffer
 
     def _reuse_or_release(self, pool: _Pool, size: int, pressure: bool) -> _Buffer | None:
-        """What is tried at the limit: once more a waiting buffer, then a new one in place of waiting ones of the pool,
-        then in place of all that wait."""
+        """Called at the limit: tries again to reuse a waiting buffer, then a new one after releasing waiting buffers of
+        the pool, then after releasing all waiting buffers."""
         self.retries += 1
         buffer, pressure = self._reuse(pool, size, pressure)
         if buffer is None and self._release_for(pool, size):
@@ -258,8 +260,8 @@ class MpsAllocator:
         return self._high is not None and self.reserved_bytes + self._other + size > self._high
 
     def _reuse(self, pool: _Pool, size: int, pressure: bool) -> tuple[_Buffer | None, bool]:
-        """A waiting buffer that is large enough and not 32 MiB too large, with whether memory is still short
-        (get_free_buffer). One that is larger is released where no heap of the pool has the room: its own has it then.
+        """(a waiting buffer that is large enough and not 32 MiB too large, whether memory is still short)
+        (get_free_buffer). A larger one is released if no heap of the pool has room, so that its own heap has.
         """
         if self._exceeds(size):
             return None, pressure
@@ -277,8 +279,8 @@ class MpsAllocator:
         return None, False
 
     def _new_buffer(self, pool: _Pool, size: int, pressure: bool) -> _Buffer | None:
-        """A buffer in the heap with the least room that is enough, or in a new one (alloc_buffer, get_free_heap). The
-        limit is asked about the buffer, not about the heap that it may need."""
+        """A buffer in the heap with the least sufficient room, or in a new heap (alloc_buffer, get_free_heap). The
+        limit is checked against the buffer's size, not against that of a new heap."""
         if self._exceeds(size):
             return None
         at = bisect_left(pool.heaps, (size,))
@@ -298,7 +300,7 @@ class MpsAllocator:
         return self._numbers
 
     def _free(self, buffer: _Buffer) -> None:
-        """Lets a buffer wait for the next request (free_buffer)."""
+        """Puts a buffer back into its pool (free_buffer)."""
         pool = buffer.heap.pool
         insort(pool.buffers, (buffer.size, buffer.number, buffer))
         pool.available_bytes += buffer.size
@@ -306,7 +308,7 @@ class MpsAllocator:
         self.allocated_bytes -= buffer.size
 
     def _release(self, buffer: _Buffer, *, remove_empty_heap: bool) -> None:
-        """Gives a waiting buffer's room back to its heap, and an empty heap to the driver (release_buffer)."""
+        """Returns a waiting buffer's room to its heap, and an empty heap to the driver (release_buffer)."""
         heap = buffer.heap
         pool = heap.pool
         pool.take_buffer(buffer)
@@ -319,8 +321,8 @@ class MpsAllocator:
             pool.add_heap(heap)
 
     def _release_for(self, pool: _Pool, size: int) -> bool:
-        """Releases the smallest waiting buffer of a pool that is large enough, else the largest until they add up to
-        the request; whether they do (release_available_cached_buffers)."""
+        """Releases the smallest waiting buffer of a pool that is large enough, else the largest ones until they add up
+        to the request. Returns whether they do (release_available_cached_buffers)."""
         at = bisect_left(pool.buffers, (size,))
         if at < len(pool.buffers):
             self._release(pool.buffers[at][2], remove_empty_heap=True)
@@ -333,7 +335,7 @@ class MpsAllocator:
         return released >= size
 
     def _collect_garbage(self, pool: _Pool) -> None:
-        """Releases waiting buffers that have waited longest, until the low watermark is kept
+        """Releases the buffers that have waited longest, until memory is below the low watermark
         (garbage_collect_cached_buffers)."""
         assert self._low is not None
         target = self.reserved_bytes + self._other - self._low

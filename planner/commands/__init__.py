@@ -1,6 +1,6 @@
-"""The command line: one small file per verb, imported only when that verb runs, and one way to end.
+"""The command line: one module per verb, imported only when that verb runs, and one way to end.
 
-Commands raise VplanError for what the user got wrong and return their exit code (None is 0). Nobody else prints errors.
+Commands raise a VplanError for a user's mistake and return their exit code (None is 0). Only this module prints errors.
 """
 
 from __future__ import annotations
@@ -45,50 +45,52 @@ VERBS = {
     "mcp": "Serve these answers to agents (Model Context Protocol).",
     "demo": "Write a tiny model and clips, to try training on a CPU.",
 }
-"""Verb to its line in the help, in the order people need them. `planner/commands/VERB.py` has its `command`."""
+"""Verb -> its line in the help, in the order in which people need them. `planner/commands/VERB.py` has its
+`command`."""
 
 USAGE = 2
-"""Exit code of a wrong use: an unknown option or command, a missing argument."""
+"""Exit code of a usage error: an unknown option or command, a missing argument."""
 
 INTERRUPTED = 130
-"""128 + SIGINT, as shells count."""
+"""128 + SIGINT, the shells' convention."""
 
 REFUSED_BY_SYSTEM = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
-"""What asking whether a file exists raises: no name that a file can have, or a folder that may not be looked into."""
+"""Error numbers of checking whether a path exists: no valid file name, or a folder without permission to enter."""
 
 UNWRITTEN = 1
-"""The answer did not get out: the disk is full, its reader has gone (`| head -1`), or nobody gave us a stdout."""
+"""Exit code when the answer could not be written: the disk is full, the reader has gone (`| head -1`), or there is no
+stdout."""
 
 
 class Verbs(click.Group):
     """A group that lists its verbs without importing them, and ends every command the same way."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names of all verbs, in the order of the table."""
+        """The names of all verbs, in the order of VERBS."""
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports the module of one verb and returns its command; None for an unknown verb."""
+        """Imports the module of a verb and returns its command; None for an unknown verb."""
         if cmd_name not in VERBS:
             return None
         command: click.Command = importlib.import_module(f"planner.commands.{cmd_name}").command
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """The verbs that begin so, from the table; and the group's own options."""
+        """Completes verbs from VERBS, and the group's own options."""
         verbs = [CompletionItem(name, help=line) for name, line in VERBS.items() if name.startswith(incomplete)]
         return [*verbs, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the verb; an unknown one is named with the nearest known."""
+        """Finds the verb. The error for an unknown one names the nearest."""
         if not args[0].startswith("-") and args[0] not in VERBS:
             raise VplanError(f"no such command {args[0]!r}", did_you_mean(args[0], VERBS, "see `vplan --help`"), USAGE)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The verbs' lines for the help page, from the table: importing them all would cost a second."""
+        """Writes the verbs' help lines from VERBS: importing all of them would take a second."""
         with formatter.section("Commands"):
             formatter.write_dl(list(VERBS.items()))
 
@@ -101,7 +103,7 @@ class Verbs(click.Group):
         early: Callable[[dict[str, Any]], object] | None = None,
         **extra: Any,
     ) -> Any:
-        """Run one command line; returns the exit code, or ends the process with it in click's standalone mode.
+        """Runs one command line; returns the exit code, or ends the process with it in click's standalone mode.
         ``early``: as for `TypedCommand`."""
         words = list(sys.argv[1:] if args is None else args)
         try:
@@ -111,7 +113,7 @@ class Verbs(click.Group):
             code = self._run(words, prog_name or "vplan", complete_var, extra)
             sys.stdout.flush()
         except OSError as error:
-            if error.filename is not None:  # a file of ours that no command answers for: a bug
+            if error.filename is not None:  # a file that no command handles: a bug
                 raise
             code = _unwritten(error)
         if standalone_mode:
@@ -119,7 +121,7 @@ class Verbs(click.Group):
         return code
 
     def _run(self, words: list[str], prog_name: str, complete_var: str | None, extra: dict[str, Any]) -> int:
-        """The exit code of a command line whose errors, if any, have been said."""
+        """Runs a command line, reports its error if any, and returns the exit code."""
         try:
             result = super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
             return result if isinstance(result, int) else 0
@@ -140,7 +142,7 @@ class Verbs(click.Group):
 
 
 def as_ours(error: click.ClickException) -> VplanError:
-    """Click's complaint in our words: a bad value is exit 1, a wrong use of the command exit 2."""
+    """Translates a click error: exit code 1 for a bad value, 2 for a usage error."""
     message = " ".join(error.format_message().split()).rstrip(".")
     message = message[:1].lower() + message[1:]
     context = getattr(error, "ctx", None)
@@ -156,12 +158,12 @@ def as_ours(error: click.ClickException) -> VplanError:
 
 
 def _report(error: VplanError, words: list[str]) -> int:
-    """Say what is wrong: one JSON object on stdout under --json, two lines on stderr otherwise."""
+    """Reports an error: as a JSON object on stdout with --json, else as two lines on stderr."""
     own_words = words[: words.index("--")] if "--" in words else words
     if "--json" in own_words:
         echo(json.dumps({"schema": 1, "error": {"message": error.message, "fix": error.fix}}))
     else:
-        with contextlib.suppress(OSError):  # the exit code says it too where stderr takes nothing
+        with contextlib.suppress(OSError):  # the exit code remains if stderr cannot be written
             echo(f"error: {error.message}", err=True)
             if error.fix:
                 echo(f"fix: {error.fix}", err=True)
@@ -169,8 +171,8 @@ def _report(error: VplanError, words: list[str]) -> int:
 
 
 def _unwritten(error: OSError) -> int:
-    """Ends a command whose answer did not get out: silently when its reader has gone, else with one line."""
-    if sys.stdout is not None:  # what is left in its buffer would fail once more at the exit
+    """Ends a command whose answer could not be written: silently if its reader has gone, else with one line."""
+    if sys.stdout is not None:  # else flushing its buffer at exit would fail again
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
     if not isinstance(error, BrokenPipeError):

@@ -1,4 +1,4 @@
-"""`vplan accuracy`: the estimates beside what was measured, ours and other people's."""
+"""`vplan accuracy`: estimates compared with measurements, our own and published ones."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def command(
 def _compare_memory(
     files: Sequence[str], allocator: str | None, text: str | None, calibrated: bool, report: str | None, as_json: bool
 ) -> None:
-    """Shows the memory that was measured beside what is estimated."""
+    """Prints measured memory next to its estimates."""
     mine = [] if files else _probes(default_path())
     own = [row for path in files or shipped_own() for row in _probes(path)] + mine
     rows = [own_row(row) for row in mine]
@@ -162,7 +162,7 @@ def _compare_memory(
 
 
 def _published(paths: Iterable[str | Path], allocator: str | None) -> list[Row]:
-    """The rows of files, with the allocator that `--allocator` names; what is to be told of them goes to stderr."""
+    """The rows of files, with the allocator named by `--allocator`. Notes about them go to stderr."""
     rows: list[Row] = []
     for path in paths:
         read, notes = read_rows(path, expandable_segments=allocator == "expandable" if allocator else None)
@@ -173,7 +173,7 @@ def _published(paths: Iterable[str | Path], allocator: str | None) -> list[Row]:
 
 
 def _probes(path: str | Path) -> list[ProbeRow]:
-    """Our own rows of a file that say something of a GPU."""
+    """Our own rows of a file that were measured on a GPU."""
     ledger = Ledger(path)
     found = ledger.rows(OURS)
     for note in ledger.notes:
@@ -182,8 +182,8 @@ def _probes(path: str | Path) -> list[ProbeRow]:
 
 
 def _learned(compared: Sequence[Comparison], own: Sequence[ProbeRow]) -> list[tuple[Comparison, Comparison]]:
-    """Each number of our own probes beside the estimate that knows no measurement, and beside one that has learned from
-    all probes of other plans."""
+    """For each measured number of our own probes, the estimate without measurements and the one that learned from all
+    probes of other plans."""
     from planner.estimate.estimate import estimate_on_card
     from planner.evidence.from_ledger import with_learned
     from planner.layout.recordings import load_facts
@@ -205,7 +205,7 @@ def _learned(compared: Sequence[Comparison], own: Sequence[ProbeRow]) -> list[tu
 
 
 def _cards(own: Sequence[ProbeRow]) -> dict[str, GpuProfile]:
-    """Name -> the card as it was calibrated, of those that our own rows were taken on; a VplanError without any."""
+    """Name -> calibrated card, for the cards of our own rows. Raises a VplanError if there are none."""
     from planner.catalog import card_lookup
     from planner.evidence import calibration
 
@@ -221,7 +221,8 @@ def _cards(own: Sequence[ProbeRow]) -> dict[str, GpuProfile]:
 
 
 def _estimator(cards: Mapping[str, GpuProfile]) -> tuple[Predict, AfterStep]:
-    """The real estimator, imported only when there is something to compare. `cards`: what is known better of some."""
+    """The real estimator, imported only when there is something to compare. `cards`: calibrated cards, which replace
+    the listed ones."""
     from planner.estimate.estimate import after_step_bytes, estimate_on_card
     from planner.layout.recordings import load_facts
 

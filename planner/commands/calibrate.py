@@ -1,4 +1,5 @@
-"""`vplan calibrate`: what this machine's GPU takes beside tensors and how fast it is, and a short grid of probes."""
+"""`vplan calibrate`: how much memory this machine's GPU takes beyond tensors and how fast it is, and a short grid of
+probes."""
 
 from __future__ import annotations
 
@@ -47,11 +48,11 @@ SHARED = frozenset({
     "allocated_after_step_bytes", "context_bytes", "device_bytes_by_rank", "device_hertz", "first_step_seconds",
     "missing", "others_bytes", "phases", "step_seconds", "total_bytes",
 })  # fmt: skip
-"""Details of a row that say nothing of whose computer it was taken on."""
+"""Details of a row that say nothing about the owner of the machine."""
 
 
 def _grid_options(function: Any) -> Any:
-    """Options that go with --grid."""
+    """The options that belong to --grid."""
     said = {"cls": GridOption}
     for option in reversed((
         click.option("--grid", metavar="FILE", help="Measure only the plans of a grid.", **said),
@@ -77,7 +78,7 @@ def _grid_options(function: Any) -> Any:
 
 
 class GridOption(click.Option):
-    """One of the section of grids."""
+    """An option in the help section of grids."""
 
     section = "Grids"
 
@@ -158,7 +159,7 @@ def command(
 
 
 def _refuse_mixed(grid: bool) -> None:
-    """Raises a VplanError for words that mean something with --grid only, or without it only."""
+    """Raises a VplanError for options that only apply with --grid, or only without it."""
     context = click.get_current_context()
     for option in context.command.params:
         name = option.name or ""
@@ -203,8 +204,7 @@ def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool
 
 
 def _unreal(said: dict[str, Any], stack: contextlib.ExitStack) -> Where:
-    """A machine whose card is not there: a virtual one, or one that is simulated altogether. What it runs ends with
-    ``stack``."""
+    """The virtual or simulated machine to measure on. ``stack`` ends the processes it starts."""
     from planner.commands._shared.grid_campaign import Where
     from planner.rehearsal.cards import MOST_CARDS
 
@@ -229,7 +229,7 @@ def _unreal(said: dict[str, Any], stack: contextlib.ExitStack) -> Where:
 
 
 def _card() -> GpuProfile:
-    """The card to measure, as the catalogue has it."""
+    """The card to measure, as the catalogue lists it."""
     driver, cards = doctor.visible()
     works = "`vplan estimate` and `vplan suggest` need none; `--device cpu` tries this out at a tiny size"
     if driver["error"] or not cards:
@@ -249,7 +249,7 @@ def _plans(names: Sequence[str], card: GpuProfile | None) -> list[Plan]:
 
 
 def _probe(grid: Sequence[Plan], device: Literal["cuda", "cpu"], time_limit: int) -> Iterator[ProbeRow]:
-    """Measures one plan after another; what is done stays done, whatever ends the rest."""
+    """Measures plans one after another; finished ones are kept, whatever ends the rest."""
     ledger = Ledger(default_path())
     runner = RealRunner(device=device, config=TINY if device == "cpu" else None, command="vplan calibrate")
     for number, plan in enumerate(grid, start=1):
@@ -263,7 +263,7 @@ def _probe(grid: Sequence[Plan], device: Literal["cuda", "cpu"], time_limit: int
 
 
 def _share(path: str, found: Calibration) -> int:
-    """Writes the rows of this GPU under this driver and torch, of models that everyone has; how many."""
+    """Writes the rows of this GPU, driver and torch for bundled models; returns their number."""
     bundled = profiles.model_names()
     rows = [row for row in Ledger(default_path()).rows() if Setup.of(row.env) == found.setup and is_of_a_gpu(row)]
     lines = [json.dumps(_without_owner(row, found).to_json()) for row in rows if row.job.model in bundled]
@@ -275,7 +275,7 @@ def _share(path: str, found: Calibration) -> int:
 
 
 def _without_owner(row: ProbeRow, found: Calibration) -> ProbeRow:
-    """A row without paths, logs and what was typed."""
+    """A row without paths, logs and the typed command."""
     details = {name: value for name, value in row.details.items() if name in SHARED}
     measured = {"outside_bytes": found.outside_bytes, "workspaces": found.workspaces, **found.rates.to_json()}
     return row.replace(details={**details, "calibration": measured}, env=row.env.replace(command="vplan probe"))
@@ -298,7 +298,7 @@ def _render(
 
 
 def _numbers(found: Calibration, card: GpuProfile | None, here: GpuProfile | None) -> Iterator[list[str]]:
-    """What was measured beside what is listed, a line each."""
+    """Measured numbers next to listed ones, one per line."""
 
     def listed(value: float | None, unit: str) -> str:
         return "-" if value is None else f"{value:.4g} {unit}"

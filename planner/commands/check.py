@@ -1,5 +1,5 @@
-"""`vplan check`: reads another trainer's command or file, never runs it, and says where it runs out and what to
-change."""
+"""`vplan check`: reads another trainer's command or file without running it, and says where it runs out of memory and
+what to change."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 TOLD = ("model", "frames", "height", "width", "text_tokens")
-"""Options that say what the command does not, or otherwise."""
+"""Options that add to or override what the command says."""
 
 MOST_NAMED = 3
-"""Files of a folder that an error names."""
+"""Most files of a folder that an error names."""
 
 FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
 
 READ_WITH = tuple(ending for ending in FILES if ending != ".py")
-"""Those behind which there are the files that they name; a Python file has arguments there."""
+"""File endings whose values may name further files; a Python file is followed by arguments instead."""
 
 
 @click.command(
@@ -144,7 +144,7 @@ def command(
 
 
 def _whole_job(found: Checked, typed: int | None, prices: tuple[str, ...]) -> WholeJob | None:
-    """The steps of a run that fits: as many as were typed, or else as the command says."""
+    """The whole job of a run that fits: with the typed number of steps, else the command's."""
     case, estimate = found.case, found.outcome.estimate
     has_hours = case.job.method != "sample" and estimate.timed
     steps = case.dialect.optimizer_steps(case.given.settings) if has_hours else None
@@ -152,7 +152,7 @@ def _whole_job(found: Checked, typed: int | None, prices: tuple[str, ...]) -> Wh
 
 
 def checked(said: Mapping[str, Any]) -> Checked:
-    """The answer for a command or file and a card, as the options give them."""
+    """The answer for a command or file on a card, by the options."""
     script = _script(said["words"], said["path"])
     if not said.get("gpu"):
         raise VplanError("no card given", "pass --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
@@ -166,7 +166,7 @@ def checked(said: Mapping[str, Any]) -> Checked:
 
 
 def _log(words: tuple[str, ...], path: str | None) -> str | None:
-    """The given file, if it starts nothing and contains an out-of-memory message: the log of a run."""
+    """The given file, if it is the log of a run: it starts nothing and contains an out-of-memory message."""
     file = path or (words[0] if len(words) == 1 else "")
     if not os.path.isfile(file):
         return None
@@ -174,7 +174,7 @@ def _log(words: tuple[str, ...], path: str | None) -> str | None:
         _script(words, path)
     except NoCommandError:
         return file if OUT_OF_MEMORY in read_text(Path(file)) else None
-    except VplanError:  # told by whoever reads it
+    except VplanError:  # reported when it is read
         return None
     return None
 
@@ -190,7 +190,7 @@ def _script(words: tuple[str, ...], path: str | None) -> Script:
         path = words[0]
     if path and os.path.isdir(path):
         inside: list[str] = []
-        with contextlib.suppress(OSError):  # one that may not be looked into
+        with contextlib.suppress(OSError):  # no permission to list it
             inside = sorted(name for name in os.listdir(path) if name.lower().endswith(FILES))
         fix = "pass the file that starts the training, or a trainer's config"
         if inside:
@@ -204,7 +204,7 @@ def _script(words: tuple[str, ...], path: str | None) -> Script:
 
 
 def _refuse_unnamed(script: Script) -> None:
-    """Raises a VplanError for a supplied file that the script does not name, because it would have no effect."""
+    """Raises a VplanError for a supplied file that the script does not name, since it would have no effect."""
     for file in script.unnamed():
         missing = [quoted(path) for path, place in script.named.items() if place is None]
         fix = f"not found: {', '.join(missing[:MOST_NAMED])}; pass it by that name" if missing else "leave it out"
@@ -215,7 +215,7 @@ def _refuse_unnamed(script: Script) -> None:
 
 
 def print_checked(console: Console, found: Checked, whole: WholeJob | None = None) -> None:
-    """Prints the verdict, where it is decided, and what to change."""
+    """Prints the verdict, the peak that decides it, and what to change."""
     case, estimate = found.case, found.outcome.estimate
     refused = case.given.refused
     for flag, why in refused:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NEEDED = ("torch", "diffusers", "transformers", "av")
 
 SHAPE = ("--frames", "9", "--resolution", "64x96")
-"""Half of a clip, at its size."""
+"""Half the frames of a demo clip, at its full size."""
 
 
 @click.command(cls=Verb, epilog=examples("vplan demo demo", "vplan demo demo --json"))
@@ -54,7 +54,7 @@ def command(folder: str, as_json: bool) -> int:
 
 
 def _next(place: Path) -> list[list[str]]:
-    """The commands that train it, in their order: recorded, planned, trained."""
+    """The commands that train it, in order: record, suggest, train."""
     plan = str(place / "plan.toml")
     run = ["--data", str(place / demo.CLIPS), "--output", str(place / "run")]
     return [

@@ -1,4 +1,4 @@
-"""`vplan doctor`: what this machine has, what is wrong or missing for training here, and what mends it."""
+"""`vplan doctor`: what this machine has, what is wrong or missing for training, and how to fix it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vplan estimate`: what one way of training needs, phase by phase."""
+"""`vplan estimate`: the memory and time that one way of training needs, phase by phase."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def command(
 
 
 def estimated(asked: TypedQuestion) -> tuple[Question, Estimate, Facts]:
-    """The complete question, its estimate with the defaults that were taken, and the facts it rests on."""
+    """The complete question, its estimate including the notes about defaults, and the facts behind it."""
     question = asked.to_question()
     configuration = question.configuration()
     if question.frames_max:

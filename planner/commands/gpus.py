@@ -1,4 +1,4 @@
-"""`vplan gpus`: the cards we know, and what each can give."""
+"""`vplan gpus`: the known cards, and their usable memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def command(name: str | None, as_markdown: bool, as_json: bool) -> None:
 
 
 def _print_one(console: Console, card: GpuProfile) -> None:
-    """Prints what is known of one card, a fact a line."""
+    """Prints what is known about one card, one fact per line."""
     of_the_computer = card.has_working_set  # its gigabytes are of no class of cards, and in no nvidia-smi
     facts = {
         "name": card.name,

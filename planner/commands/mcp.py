@@ -1,8 +1,8 @@
-"""`vplan mcp`: the answers of suggest, estimate, check, export and report as tools of a Model Context Protocol server.
+"""`vplan mcp`: suggest, estimate, check, export and report as tools of a Model Context Protocol server.
 
-Each call runs the command line in a process of its own with `--json`, so an agent is told what a person is. Whoever
-calls is not trusted: options are those of a question, files lie in one folder, nothing is overwritten unless that is
-asked for, and a call and its answer are bounded.
+Each call runs the command line in a separate process with `--json`, so an agent gets the same answer as a person.
+Callers are not trusted: they can only set options of a question, files must be in one folder, nothing is overwritten
+unless requested, and the size and time of a call and its answer are limited.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from planner.errors import VplanError, quoted
 from planner.spec.job import Job, Machine, Strategy
 
 SECONDS = 300
-"""How long a call may take: a table of all models takes some seconds, on a busy computer a minute."""
+"""Longest time of a call: a table of all models takes some seconds, on a busy computer a minute."""
 
 LONGEST_ANSWER = 100_000
-"""Characters of one answer; a longer one is shortened, or refused."""
+"""Most characters of an answer; a longer one is shortened, or refused."""
 
 LONGEST_WORD = 32_768
-"""Characters of one value of a call: a whole log with an error is a file."""
+"""Most characters of one value in a call; a complete log should be passed as a file."""
 
 MOST_WORDS = 1_000
 
@@ -38,12 +38,12 @@ QUESTION = frozenset(
         *(record.model_fields for record in (Job, Strategy, Machine))
     )
 ) - {"model", "gpu", "links"}
-"""Options that a call may set: those of one question, none that names a file."""
+"""Options that a call may set: those of a question, without any that name a file."""
 
 CHECKED = (frozenset(Machine.model_fields) | {"frames", "height", "width"}) - {"gpu", "links"}
 
 CONFIGS = (".toml", ".yaml", ".yml", ".json", ".sh", ".bat", ".py", ".cfg", ".txt", ".log")
-"""Files that `check` reads when a command names them."""
+"""Endings of files that `check` reads when a command names them."""
 
 Option = str | int | float | bool
 Answer = dict[str, Any]
@@ -54,7 +54,7 @@ files into the server's folder. verdict is fits, tight or no; bytes are whole nu
 
 
 class Tools:
-    """What the server offers: each method is a tool, and its docstring what an agent reads of it."""
+    """The server's tools: each method is a tool, and its docstring is the description that agents read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
@@ -97,7 +97,7 @@ class Tools:
         an out-of-memory message to explain, with or without the command. options: frames, height, width, host_ram, os.
         """
         words = _asked(None, gpu, options, CHECKED)
-        words += ["--error=-"] if error else []  # a word of it would be a file's name
+        words += ["--error=-"] if error else []  # via stdin: as an argument it could be taken for a file name
         words += [f"--from-file={self._inside(file, here=True)}"] if file else []
         typed = [_value("command", word) for word in command or ()]
         if len(typed) > MOST_WORDS:
@@ -123,7 +123,7 @@ class Tools:
         return {"schema": 1, "page": page}
 
     def _output(self, name: str | None, suffix: str, overwrite: bool) -> list[str]:
-        """The options that write one file, which must not be there yet unless it may be overwritten."""
+        """The options that write a file, which must not exist yet unless it may be overwritten."""
         if name is None:
             return []
         path = self._inside(name)
@@ -134,8 +134,8 @@ class Tools:
         return [f"--output={path}", *(["--force"] if overwrite else [])]
 
     def _inside(self, name: str, here: bool = False) -> str:
-        """A path in the server's folder. Raises a VplanError for one that leads out of it, by a link too, and where it
-        must be ``here`` and is not."""
+        """A path in the server's folder. Raises a VplanError if it leads outside, also through a link, or if it must
+        exist (``here``) and does not."""
         path = (self.folder / _value("path", name)).resolve()
         if not path.is_relative_to(self.folder):
             raise VplanError(f"{quoted(name)} is not in the server's folder", "pass a path below it")
@@ -144,12 +144,12 @@ class Tools:
         return str(path)
 
     def _readable(self, word: str) -> None:
-        """Raises a VplanError for a word that names a file which would be read and is not in the server's folder."""
+        """Raises a VplanError for a word that names a file which would be read and is outside the server's folder."""
         if word.lower().endswith(CONFIGS) and (self.folder / word).exists():
             self._inside(word)
 
     def _ask(self, verb: str, words: list[str], told: str = "") -> Answer:
-        """The object that a command prints, shortened where it is long. ``told``: what it reads on stdin."""
+        """The JSON object that a command prints, shortened if it is long. ``told``: the command's stdin."""
         text = self._run([verb, "--json", *words], told)
         found: Answer = json.loads(text)
         if "error" in found and isinstance(found["error"], dict) and "fix" in found["error"]:
@@ -161,7 +161,8 @@ class Tools:
         return found
 
     def _run(self, words: list[str], told: str = "") -> str:
-        """What a command line of ours prints on stdout. Raises a VplanError where it prints nothing or takes long."""
+        """Runs one of our command lines and returns its stdout. Raises a VplanError if it prints nothing or takes too
+        long."""
         try:
             done = subprocess.run(
                 vplan.command(*words),
@@ -183,7 +184,8 @@ class Tools:
 def _asked(
     model: str | None, gpu: str | None, options: Mapping[str, Option] | None, allowed: frozenset[str]
 ) -> list[str]:
-    """A question as options of the command line, each with its value behind =, so that none can be another option."""
+    """A question as options of the command line, each written --name=value, so that a value cannot be read as another
+    option."""
     said: dict[str, Option | None] = {"model": model, "gpu": gpu or None}
     if model is not None and (os.path.isabs(model) or ".." in Path(model).parts or model.startswith("~")):
         raise VplanError(f"model {quoted(model)} is a path", "name a model that vplan knows, or a Hugging Face id")
@@ -202,14 +204,14 @@ def _asked(
 
 
 def _value(name: str, value: str | None) -> str:
-    """A value that a command line can hold."""
+    """A value as text for a command line. Raises a VplanError for one that cannot be passed."""
     if not value or len(value) > LONGEST_WORD or "\0" in value:
         raise VplanError(f"no usable value for {name}", f"pass 1 to {LONGEST_WORD} characters, and no NUL")
     return value
 
 
 def _short_row(row: Answer) -> Answer:
-    """A row of a table with the gist of its plan."""
+    """A row of a table with only the main fields of its plan."""
     plan = row["plan"]
     if plan is None:
         return row
@@ -219,7 +221,7 @@ def _short_row(row: Answer) -> Answer:
 
 
 def _told(tool: Callable[..., Answer], error_type: type[Exception]) -> Callable[..., Answer]:
-    """A tool whose refusals are errors of the protocol, with their fix."""
+    """Turns VplanErrors of a tool into errors of the protocol, with their fix."""
     import functools
 
     @functools.wraps(tool)

@@ -1,4 +1,4 @@
-"""`vplan models`: the models we know, with the shapes they take."""
+"""`vplan models`: the known models, with the shapes they take."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(name: str | None, as_markdown: bool, as_json: bool) -> None:
 
 
 def _print_one(console: Console, model: ModelProfile) -> None:
-    """Prints all that a question about one model may want to know, a fact a line."""
+    """Prints the facts about one model that matter for a question, one per line."""
     shape, vae = model.shape, model.vae
     step = shape.frame_rule if shape.frame_step > 1 else "1"
     longest = f", trained up to {shape.max_frames}" if model.kind == "video" else ""

@@ -123,7 +123,7 @@ def _render(console: Console, report: PreflightReport, plan: Plan, path: str) ->
 
 
 def _print_verdict(console: Console, report: PreflightReport) -> None:
-    """Whether it can start, and what it needs of the GPU beside what is free there."""
+    """Prints whether the plan can start, and what it needs of the GPU next to what is free."""
     from rich.text import Text
 
     style = "bold red" if report.fault else "bold green"

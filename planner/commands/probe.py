@@ -1,4 +1,4 @@
-"""`vplan probe`: what a plan really takes, measured on this machine's GPU."""
+"""`vplan probe`: what a plan really needs, measured on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FAILED = 4
-"""Exit code: a process we started failed for another reason than memory."""
+"""Exit code: a process we started failed for a reason other than memory."""
 EXIT_CODES = {"ok": DONE, "oom": DOES_NOT_FIT, "host-oom": DOES_NOT_FIT}
-"""Of each outcome; any other is FAILED."""
+"""Outcome -> exit code; FAILED for any other."""
 
 
 class _How(TypedDict):
@@ -129,7 +129,7 @@ def command(
     plans = [(path, _for_card(read_plan(path), gpu)) for path in paths]
     for _, plan in plans if weights else ():
         weight_files.check(plan, lookup.model(plan.job.model), Path(str(weights)).expanduser(), encoders=False)
-    # All are checked before the first runs: a slip in the last one should not show after an hour.
+    # Check all before the first runs: a mistake in the last one should not surface after an hour.
     ids = [row_id(supported_plan(plan)) for _, plan in plans]
     known = rows_by_id(output) if output else {}
     runner = _runner(runner_name, python, how)
@@ -160,7 +160,7 @@ def command(
 
 
 def _runner(name: str, python: str | None, how: _How) -> RealRunner:
-    """On this machine's GPU, or on a virtual one."""
+    """The runner for this machine's GPU, or for a virtual one."""
     if name == "real":
         if python is not None:
             raise VplanError("--python is for rehearsals", "add --runner rehearse, or leave it out", USAGE)
@@ -174,7 +174,7 @@ def _runner(name: str, python: str | None, how: _How) -> RealRunner:
 
 
 def keep(ledger: Ledger, row: ProbeRow) -> None:
-    """Adds a row to the ledger. One that cannot be kept is still an answer, so that is a warning."""
+    """Adds a row to the ledger. If that fails, it is only a warning, since the measurement is still an answer."""
     try:
         ledger.append(row)
     except VplanError as error:
@@ -182,7 +182,7 @@ def keep(ledger: Ledger, row: ProbeRow) -> None:
 
 
 def _for_card(plan: Plan, gpu: str | None) -> Plan:
-    """The plan as for another card; what it expected of its own is no word about that one."""
+    """The plan moved to another card, without its estimate and evidence, which apply to its own card only."""
     if gpu is None:
         return plan
     count, card = card_lookup.parse_gpus(gpu)
@@ -193,13 +193,13 @@ def _for_card(plan: Plan, gpu: str | None) -> Plan:
 
 
 def _typed(path: str, options: list[str], device: str) -> str:
-    """The command that takes this row again, by itself."""
+    """The command that measures this one row again."""
     words = ["vplan", "probe", Path(path).name, *options]
     return shlex.join([*words, *(["--device", device] if device != "cuda" else [])])
 
 
 def told_line(row: JsonObject) -> str:
-    """One row of measurements in a few words."""
+    """One row of measurements as a short line."""
     seen, details = row["measured"], row["details"]
     words = [seen["outcome"]]
     if seen["device_bytes"] is not None:
@@ -237,7 +237,8 @@ def _cells(row: JsonObject, path: str, plan: Plan) -> list[str]:
 
 
 def estimated_bytes(row: JsonObject, plan: Plan) -> int | None:
-    """The plan's own estimate of the device's peak, over the phases that were run: a probe may leave encoding out."""
+    """The plan's own estimated device peak over the phases that ran, as a probe may skip encoding; None without an
+    estimate."""
     if plan.estimate is None:
         return None
     skipped = SEPARATE_PHASES - set(row["details"].get("phases", ()))

@@ -1,4 +1,5 @@
-"""`vplan record`: records the tapes of a model of your own, or ours again, or says whether they are still the same.
+"""`vplan record`: records the tapes of a model (the user's own or a bundled one), or checks that existing ones are
+still the same.
 
 Nothing here imports torch: `planner.launch.recorders` starts the processes that record.
 """
@@ -44,10 +45,10 @@ NEEDED = (
     "prodigyopt",
     "came_pytorch",
 )
-"""What recording imports. A planning laptop has none of them."""
+"""Packages that recording imports, which a laptop used only for planning lacks."""
 
 MOST_NAMED = 3
-"""Tapes that one line names."""
+"""Most tapes that one line names."""
 
 
 class _OwnFacts(TypedDict):
@@ -60,7 +61,7 @@ class _OwnFacts(TypedDict):
 
 
 class RecordedTape(NamedTuple):
-    """A recorded tape: its file's size, and where it differs from the file that is there ("" when it does not)."""
+    """A recorded tape: the size of its file, and how it differs from the existing file ("" if it does not)."""
 
     task: TapeTask
     nbytes: int
@@ -182,14 +183,14 @@ def _check_use(models: Sequence[str], folders: list[str], name: str | None, chec
 
 
 def _runs(code: NamedClass) -> Within:
-    """What starts workers that may run the user's own code, without network."""
+    """The context that starts workers; if they may run the user's own code, without network access."""
     from planner.rehearsal.without_network import without_network
 
     return lambda command, folder: without_network(command, folder, code.environment)
 
 
 def _own_code(own: _OwnFacts, models: Sequence[str], folders: list[str]) -> NamedClass | None:
-    """The class that the user named, if any."""
+    """The user's own class, if one was named."""
     if own["class_name"] is None:
         if own["code_folder"] is not None:
             raise VplanError("--path is for --class", "add --class MODULE:CLASS, or leave it out", USAGE)
@@ -200,8 +201,8 @@ def _own_code(own: _OwnFacts, models: Sequence[str], folders: list[str]) -> Name
 
 
 def _all_done(tasks: list[TapeTask], recorders: Recorders) -> list[RecordedTape]:
-    """Everything recorded, in the order asked for, each tape that differs named as it is found; a VplanError at the
-    first that cannot be made."""
+    """Records everything in the requested order, and reports each tape that differs. Raises a VplanError at the first
+    that cannot be recorded."""
     recorded = []
     for entry in _with_progress(_run(tasks, recorders), len(tasks)):
         if entry.difference:
@@ -211,7 +212,7 @@ def _all_done(tasks: list[TapeTask], recorders: Recorders) -> list[RecordedTape]
 
 
 def _refuse_changed(changed: list[RecordedTape], count: int) -> None:
-    """Raises a VplanError where tapes that were compared are not what is recorded now."""
+    """Raises a VplanError if existing tapes differ from what is recorded now."""
     if not changed:
         return
     first = changed[0].task
@@ -249,19 +250,21 @@ def _require_torch() -> None:
 
 
 def _default_folder(check: bool) -> Path:
-    """Where our own models' tapes are; where nobody may write there, new ones go to the user's beside them."""
+    """The folder of the bundled models' tapes; if it is not writable, new tapes go to the user's folder instead."""
     return profiles.TAPES if check or os.access(profiles.TAPES, os.W_OK) else user_data.tapes()
 
 
 class _VariantSelection(NamedTuple):
-    """Which variants of each model: those with a text in their name, all, or what is needed first (own models)."""
+    """Which variants of each model to record: those whose name contains a text, all, or those needed first (own
+    models)."""
 
     texts: tuple[str, ...]
     everything: bool
     check: bool
 
     def matches(self, variant: str, variant_names: Collection[str]) -> bool:
-        """Whether a name has one of the texts in it; a text that is a variant's whole name means that one alone."""
+        """Whether a variant's name contains one of the texts; a text that is a complete name matches only that
+        variant."""
         return not self.texts or any(
             text == variant if text in variant_names else text in variant for text in self.texts
         )
@@ -300,7 +303,7 @@ def _tasks(models: dict[str, None], selection: _VariantSelection, folder: Path) 
 
 
 def _each_text_once(tasks: Iterable[TapeTask]) -> Iterator[TapeTask]:
-    """Leaves out the tapes that are those of an earlier model of the same architecture, word for word."""
+    """Drops tapes identical to those of an earlier model of the same architecture."""
     seen: set[tuple[str, str, str]] = set()
     for task in tasks:
         if task.component or task.path.is_file() or not packs.is_stored(task.path):
@@ -315,7 +318,7 @@ def _each_text_once(tasks: Iterable[TapeTask]) -> Iterator[TapeTask]:
 
 
 def _own_tasks(profile: ModelProfile, selection: _VariantSelection) -> list[TapeTask]:
-    """What an own model may need: its VAE and text encoders too, unless they come with vplan."""
+    """The recordings that an own model may need, including its VAE and text encoders unless they are bundled."""
     names = _names(profile, selection)
     if not selection.texts and not selection.everything and not selection.check:
         names = list(own_model.first_variants(profile))
@@ -325,7 +328,7 @@ def _own_tasks(profile: ModelProfile, selection: _VariantSelection) -> list[Tape
     known_vaes = {lookup.model(name).vae.class_name for name in profiles.model_names()}
     for part in components(profile):
         if part.name == profile.vae.folder and profile.vae.class_name not in known_vaes:
-            continue  # how such a VAE takes a clip is not known: an estimate counts its weights, and says so
+            continue  # the shape of its input is unknown: estimates count its weights only, and say so
         place = Path(COMPONENTS, part.name, f"{part.variant}.json.gz")
         if not packs.is_stored(profiles.TAPES / place):
             tasks.append(TapeTask(profile.name, part.variant, part.name, user_data.tapes() / place, selection.check))
@@ -333,32 +336,32 @@ def _own_tasks(profile: ModelProfile, selection: _VariantSelection) -> list[Tape
 
 
 def _is_due(task: TapeTask) -> bool:
-    """Whether a tape of an own model is to be recorded, or checked: what is there is not recorded again."""
+    """Whether a tape of an own model is to be recorded or checked; existing ones are not recorded again."""
     return packs.is_stored(task.path) if task.check else not own_model.is_current(task.path)
 
 
 def _names(profile: ModelProfile, selection: _VariantSelection) -> list[str]:
-    """The names of a model's variants; of those that nobody needs unasked, the ones that are asked for in full, and to
-    be checked all of them."""
+    """The names of a model's variants. Those that are rarely needed are included only if named in full; a check
+    includes all."""
     from planner.tape.variants.inventory import default_variants, requested_variants, step_variants_in_own_code
 
     usual = [variant.name for variant in default_variants(profile)]
     further = [variant.name for variant in requested_variants(profile)]
-    if CHECKOUT not in os.environ:  # a tape of a trainer's own code is checked where that code is
+    if CHECKOUT not in os.environ:  # tapes of another trainer's code are only checked where that code is available
         elsewhere = {variant.name for variant in step_variants_in_own_code(profile)}
         further = [name for name in further if name in selection.texts or name not in elsewhere]
     return usual + [name for name in further if name in selection.texts or (selection.check and not profile.is_own)]
 
 
 def _run(tasks: Sequence[TapeTask], recorders: Recorders) -> Iterator[RecordedTape]:
-    """The recordings as they end."""
+    """Yields the recordings as they finish."""
     for position, answer in recorders.answers(tasks):
         unclassified = tuple(answer["unclassified"])
         yield RecordedTape(tasks[position], answer["nbytes"], answer["difference"], unclassified)
 
 
 def _with_progress(entries: Iterator[RecordedTape], total: int) -> Iterator[RecordedTape]:
-    """Passes the entries on, with a bar on stderr that names the tape recorded last."""
+    """Passes the entries on, and shows a bar on stderr with the name of the latest tape."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))

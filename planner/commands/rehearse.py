@@ -1,4 +1,4 @@
-"""`vplan rehearse`: a training command, run for a few steps on a GPU that does not exist."""
+"""`vplan rehearse`: runs a training command for a few steps on a virtual GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STEPS, TIME_LIMIT, MOST_GPUS = 3, 1800, 16
 
 
 class _Bounds(TypedDict):
-    """How far the run may go."""
+    """Limits of the run."""
 
     steps: int
     time_limit: int

@@ -1,4 +1,4 @@
-"""`vplan report`: one HTML page about a plan, or several side by side; or the page of a training run."""
+"""`vplan report`: an HTML page about one plan, several side by side, or a training run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from planner.spec.plan import is_plan, read_plan
 from planner.terminal import echo
 
 MOST = 6
-"""Plans on one page."""
+"""Most plans on one page."""
 
 MOST_NAMED = 3
-"""Runs and plans of a folder that an error names."""
+"""Most runs and plans of a folder that an error names."""
 
 OF_WHAT = "pass plan.toml files, or the --output of a `vplan train`"
 
@@ -71,7 +71,7 @@ def command(paths: tuple[str, ...], rows: tuple[str, ...], output: str | None) -
 
 
 def _write_run(paths: tuple[str, ...], rows: tuple[str, ...], output: str | None) -> None:
-    """Writes the page of one training run."""
+    """Writes the page of a training run."""
     import reports
 
     folder = next(Path(path).expanduser() for path in paths if Path(path).expanduser().is_dir())
@@ -86,9 +86,9 @@ def _write_run(paths: tuple[str, ...], rows: tuple[str, ...], output: str | None
 
 
 def _instead(folder: Path) -> str:
-    """What to pass instead of a folder that is no run: the runs or plans that lie in it."""
+    """The fix for a folder that is not a run: the runs or plans in it."""
     inside: list[Path] = []
-    with contextlib.suppress(OSError):  # one that may not be looked into
+    with contextlib.suppress(OSError):  # no permission to list it
         inside = sorted(folder.iterdir())
     runs = [path for path in inside if path.is_dir() and is_run(path)]
     plans = [path for path in inside if path.suffix == ".toml" and is_plan(str(path))]

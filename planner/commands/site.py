@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PORT = 8018
 HOST = "127.0.0.1"
 MARK = "manifest.json"
-"""A folder that has it is a site of ours."""
+"""A folder with this file is a site that we built."""
 
 
 @click.command(
@@ -75,7 +75,7 @@ def command(
 
 
 def _build(folder: Path, downloads: Path, address: str) -> int:
-    """Builds the site beside its place, and then puts it there whole."""
+    """Builds the site in a temporary folder, then moves it to its place."""
     import reports.site
 
     made = folder.with_name(f".{folder.name}.new")
@@ -94,12 +94,12 @@ def _build(folder: Path, downloads: Path, address: str) -> int:
 
 
 class _SiteHandler(http.server.SimpleHTTPRequestHandler):
-    """The files of a site, to this computer alone."""
+    """Serves the files of a site to this computer only."""
 
     extensions_map = {**http.server.SimpleHTTPRequestHandler.extensions_map, ".mjs": "text/javascript"}
 
     def send_head(self) -> object:  # type: ignore[override]  # a file or None, as the base says it
-        # Another site's page may have its own name point here (DNS rebinding); it cannot choose what Host says.
+        # DNS rebinding: a foreign site may resolve to this address, but it cannot choose the Host header.
         port = self.connection.getsockname()[1]
         if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
             self.send_error(http.HTTPStatus.FORBIDDEN)
@@ -107,7 +107,7 @@ class _SiteHandler(http.server.SimpleHTTPRequestHandler):
         return super().send_head()
 
     def log_message(self, *_: object) -> None:
-        """The terminal has the address, and no line for each file."""
+        """Logs no requests, so that the terminal shows only the address."""
 
 
 def _serve(folder: Path, port: int) -> None:

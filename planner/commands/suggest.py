@@ -1,4 +1,4 @@
-"""`vplan suggest`: the best way to train on a card; without a card, on any; without a model, any model."""
+"""`vplan suggest`: the best way to train a model on a card; without a card or a model, a table over all of them."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def command(
 
 
 class _Outputs(NamedTuple):
-    """Where the answer goes, and whether a tight one is one."""
+    """Where the answer goes, and whether a tight plan counts as one."""
 
     output: str | None
     report: str | None
@@ -175,7 +175,7 @@ class _Outputs(NamedTuple):
 
 
 def _show_table(started: float, table: _Table, kind: str, to: _Outputs) -> int:
-    """Shows a line for each model or class of card."""
+    """Prints a line for each model or class of card."""
     rows = table.models() if kind == "models" else table.classes()
     answer = {
         kind: [row.to_json(kind) for row in rows],
@@ -189,7 +189,7 @@ def _show_table(started: float, table: _Table, kind: str, to: _Outputs) -> int:
 
 
 def _with_samples(asked: TypedQuestion, suggester: Suggester, lossy: bool) -> TypedQuestion:
-    """The question with samples that were asked for, made in the way that its plan has room for."""
+    """The question with the requested validation samples, made in the way that the answer's plan has room for."""
 
     def answer(asked: TypedQuestion) -> tuple[TypedQuestion, bool]:
         found = suggester.fitting(asked.to_question()._replace(allow_lossy=lossy))[1]
@@ -208,7 +208,7 @@ def _for_one(
     most: Mapping[Bucket, int] | None,
     to: _Outputs,
 ) -> int:
-    """The answer for one model on one card. ``most``: of proposed shapes, how many samples each has."""
+    """Prints the answer for one model on one card. ``most``: the number of samples of each proposed shape."""
     limited = "--max-hours and --max-step-seconds"
     asks = {"-o": bool(to.output), "--report": bool(to.report), limited: limits is not None}
     refuse_without_cuda(card_lookup.parse_gpus(asked.gpu or "")[1], asks)
@@ -244,7 +244,7 @@ def _for_one(
 
 
 def _early(started: float, suggester: Suggester, length: AskedLength | None) -> Callable[[Suggestion], object] | None:
-    """Passes the plan on before it is explained, where somebody waits for it."""
+    """Passes the plan on before its alternatives are computed, if the caller wants it early."""
     tell = typed_command().early
     if tell is None:
         return None
@@ -259,7 +259,7 @@ def _early(started: float, suggester: Suggester, length: AskedLength | None) -> 
 def _for_trainer(
     asked: TypedQuestion, trainer: str, prefer: str, lossy: bool, length: AskedLength | None, to: _Outputs
 ) -> int:
-    """The best plan that another trainer can express; its files too, where a folder is named."""
+    """Prints the best plan that another trainer can express; also writes its files if a folder is given."""
     from planner.foreign.export import check_target, export, write_files  # other questions start faster without
     from planner.foreign.trainer_search import suggest_for, trainer_of
 
@@ -292,7 +292,7 @@ def _for_trainer(
 
 
 class _Table:
-    """The answer for every model, or for every class of card: a line each, worked out on several cores."""
+    """A table with one line per model or class of card, computed on several cores."""
 
     def __init__(
         self,
@@ -303,8 +303,8 @@ class _Table:
         length: AskedLength | None = None,
         trainer: str = "",
     ) -> None:
-        """``several``: the models to answer for, where the name that was typed means these. ``trainer``: another's, as
-        which all are trained."""
+        """``several``: the models to answer for, if the typed name matches more than one. ``trainer``: another trainer,
+        whose memory terms apply."""
         self.asked = asked
         self.several = several
         self.prefer = prefer
@@ -314,7 +314,7 @@ class _Table:
         self.suggester = Suggester(asked.trainer, prefer)
 
     def models(self) -> list[render_rows.TableRow]:
-        """A line for every model that can train at that length."""
+        """A line for every model that can train on clips of this length."""
         images_too = self.asked.job.get("frames") in (None, 1) and self.prefer != "frames"
         known = lookup.model_names()
         names = self.several or [name for name in known if images_too or lookup.model(name).kind == "video"]
@@ -342,7 +342,7 @@ class _Table:
         return self.asked, self.prefer, self.allow_lossy, self.several, self.length, self.trainer
 
     def row(self, name: str) -> render_rows.TableRow | VplanError:
-        """The line for one model, or for one class of card of the model that was typed; or why there is none."""
+        """The line for one model, or for the typed model on one class of card; or the reason why there is no plan."""
         try:
             if self.asked.model is None or self.several:
                 return self._row(name, self.asked.to_question(model=name))
@@ -351,7 +351,7 @@ class _Table:
             return error
 
     def first_line(self) -> str:
-        """How a question about many was understood."""
+        """One sentence about how the question was understood."""
         asked = self.asked
         if asked.model is None or self.several:
             count, card = card_lookup.parse_gpus(asked.gpu or "")
@@ -376,7 +376,7 @@ class _Table:
         return render_rows.TableRow(name, plan, "", search.considered, whole)
 
     def _row_as_trained(self, name: str, question: Question) -> render_rows.TableRow:
-        """The line for a model as another trainer trains it."""
+        """The line for a model in another trainer."""
         from planner.foreign.trainer_search import suggest_for, trainer_of
 
         plan = suggest_for(question, self.trainer, self.prefer)[1].plan
@@ -393,7 +393,7 @@ def _row_maker(*typed: Any) -> Callable[[str], render_rows.TableRow | VplanError
 
 
 def _whole_job(length: AskedLength | None, suggester: Suggester, plan: Estimate) -> WholeJob | None:
-    """The whole job of a plan that was found, where one was asked for and the plan runs."""
+    """The whole job of a plan, if a length was given and the plan runs."""
     if length is None or plan.verdict == "no":
         return None
     screen = suggester.screen
@@ -403,7 +403,7 @@ def _whole_job(length: AskedLength | None, suggester: Suggester, plan: Estimate)
 def _counted(
     asked: TypedQuestion, suggester: Suggester, limits: TimeLimits, length: AskedLength | None, *, lossy: bool
 ) -> CountedGpus:
-    """The number of GPUs that keeps the limits."""
+    """The number of GPUs that keeps the time limits."""
 
     def best(question: Question) -> Estimate | None:
         found = suggester.best(suggester.search(question._replace(allow_lossy=lossy)), explain=False)

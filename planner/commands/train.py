@@ -1,4 +1,4 @@
-"""`vplan train`: runs a plan on data, from the first check to the finished weights."""
+"""`vplan train`: trains a plan on data, from the first check to the finished weights."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
     with launch.locked(place, said["node_rank"]) as is_locked:
         if not is_locked and sys.platform != "win32":
             echo(f"warning: the drive of {place} has no locks: start no second run there meanwhile", err=True)
-        planned = asked.plan is None and not (place / PLAN).exists()  # which says what it found
-        console = talk() if as_json else answer_console()  # with --json stdout is for the last answer alone
+        planned = asked.plan is None and not (place / PLAN).exists()  # which prints what it found
+        console = talk() if as_json else answer_console()  # with --json, stdout has only the final answer
         asked, most = _with_shapes(asked, Path(data).expanduser(), place, said)
         chosen = choose(asked, place, asked.asks_for_samples(said), most, console)
         plan = preflight.ready(chosen.plan)
@@ -187,8 +187,8 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
 def _with_shapes(
     asked: TypedQuestion, data: Path, place: Path, said: Mapping[str, Any]
 ) -> tuple[TypedQuestion, Mapping[Bucket, int]]:
-    """The question with the shapes of `--buckets auto`: those of the plan that an earlier call kept, which was made for
-    the data as it was then; else those that the data has, with how many samples each."""
+    """The question with the shapes of `--buckets auto`: those of the kept plan of an earlier call, which the data had
+    then, else those of the data now, with the number of samples of each."""
     kept = place / PLAN
     if asked.wants_shapes and (data / ENTRIES).is_file():
         fault = f"--buckets auto looks into clips, and {data} holds encoded samples"
@@ -199,7 +199,7 @@ def _with_shapes(
 
 
 def _check_data(model: ModelProfile, data: Path) -> None:
-    """A VplanError where the data would have to be encoded, and cannot be."""
+    """Raises a VplanError if the data has to be encoded and the family cannot encode it."""
     if model.traits.not_encoded and not (data / ENTRIES).is_file():
         fault = f"vplan train cannot encode {model.traits.not_encoded} for {model.title} yet"
         fix = f"pass samples that are encoded already ({ENTRIES} in --data), or train another model: see `vplan models`"

@@ -1,4 +1,4 @@
-"""`vplan tune`: the best plan that was measured, from the estimate's first guess to a proof."""
+"""`vplan tune`: the best measured plan, from the first estimate to a proof."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from planner.tune.worker import Tuning
 
 FAILED = 4
-"""Exit code: the processes we started failed for another reason than memory."""
+"""Exit code: the processes we started failed for a reason other than memory."""
 
 NO_GPU = "tune measures real runs and needs an NVIDIA GPU, but none responds"
 WITHOUT_GPU = (
@@ -149,7 +149,7 @@ def command(
     if said["python"] is not None and said["runner_name"] != REHEARSED:
         raise VplanError("--python is for rehearsals", "add --runner rehearse, or leave it out", USAGE)
     gpu = _own_gpu() if real else None
-    question = asked.to_question(gpu=None if asked.gpu else gpu)  # of --gpu auto the card is known
+    question = asked.to_question(gpu=None if asked.gpu else gpu)  # with --gpu auto the card is already known
     question = question._replace(allow_lossy=allow is not None)
     if asked.trainer != "vplan":
         raise VplanError(
@@ -171,7 +171,8 @@ def command(
 
 
 def _own_gpu() -> str:
-    """The name of the first GPU that CUDA shows here; a VplanError without one, or without what measures on it."""
+    """The name of the first GPU that CUDA shows. Raises a VplanError if there is none, or if a package for measuring is
+    missing."""
     from planner.hardware.doctor import visible
 
     _, cards = visible()
@@ -184,7 +185,7 @@ def _own_gpu() -> str:
 
 
 class _Meter(NamedTuple):
-    """What probes plans, on what, and where its rows go."""
+    """The runner that probes plans, its hardware, and the ledger for its rows."""
 
     runner: Runner
     setup: Setup
@@ -193,7 +194,7 @@ class _Meter(NamedTuple):
 
 
 def _meter(screen: Screen, gpu: str | None, said: dict[str, Any], question: Question) -> _Meter:
-    """This machine's GPU, a virtual one or a simulated machine. Those that do not exist have ledgers of their own."""
+    """This machine's GPU, a virtual one or a simulated machine. The latter two have ledgers of their own."""
     from planner.evidence.ledger import Ledger, default_path
 
     if gpu is not None:
@@ -221,7 +222,7 @@ def _meter(screen: Screen, gpu: str | None, said: dict[str, Any], question: Ques
 
 
 def _applied(question: Question, has: Callable[[str], bool]) -> Applicable:
-    """Whether our own step applies a strategy, and the Python that runs it has the packages."""
+    """Whether our training step supports a strategy, and the worker's Python has the packages for it."""
     from planner.launch.launch import libraries
     from planner.launch.supported import supported_plan
 
@@ -230,7 +231,7 @@ def _applied(question: Question, has: Callable[[str], bool]) -> Applicable:
             return False
         try:
             supported_plan(Plan(job=job, strategy=way, machine=question.machine))
-        except VplanError:  # what it cannot apply it would refuse: nothing of this kind can be measured
+        except VplanError:  # the runner would refuse it
             return False
         return True
 
@@ -263,7 +264,7 @@ def _tuning(tuner: Tuner, meter: _Meter, said: dict[str, Any], prefer: str) -> I
 
 
 class _Answer:
-    """What came of a search."""
+    """The result of a search."""
 
     def __init__(self, tuning: Tuning, why: str) -> None:
         self.question = tuning.tuner.question
@@ -272,7 +273,7 @@ class _Answer:
         self.best = tuning.tuner.best
 
     def give(self, output: str | None, report: str | None, as_json: bool) -> int:
-        """Writes the plan and the page, says the answer, and returns the exit code."""
+        """Writes the plan and the page, prints the answer, and returns the exit code."""
         best, tuner = self.best, self.tuning.tuner
         others: tuple[Estimate, ...]
         if best is None:
@@ -297,7 +298,7 @@ class _Answer:
         return DONE if best is not None else DOES_NOT_FIT
 
     def _check_failures(self) -> None:
-        """Raises where probes ended for other reasons than memory, and none did for memory."""
+        """Raises a VplanError if probes failed for other reasons than memory, and none for memory."""
         from planner.tune.worker import failed
 
         bad = [row for row in self.tuning.probes if failed(row)]
@@ -316,13 +317,13 @@ class _Answer:
         return Plan.of(found, tuple(sorted(ladder, key=lambda each: each.step_seconds))).replace(evidence=proof)
 
     def _switches(self, found: Estimate) -> list[Switch]:
-        """What is switched on; what each did is `suggest`'s to say."""
+        """The options that are switched on, without the effect of each, which only `suggest` computes."""
         before, after = self.tuning.tuner.search.space.baseline(found.job), found.strategy
         fields = [*switched(before, after), *(["checkpointed_blocks"] if after.checkpointed_blocks else [])]
         return [Switch(field, getattr(before, field) or 0, getattr(after, field), 0, 0.0) for field in fields]
 
     def _proof(self, best: FinishedProbe) -> str:
-        """One line: what the probe took, beside the estimate and the budget."""
+        """A line about the measured peak, next to the estimate and the budget."""
         seen, found = best.measured, best.estimate
         proved = "[bold green]proved[/]"
         step = f"{format_seconds(seen.step_seconds)} per step" if seen.step_seconds else "runs"
@@ -335,7 +336,8 @@ class _Answer:
         return f"{proved}: used {took:.2f} GiB of {budget:.2f} (estimated {estimated:.2f}), {step}"
 
     def _basis(self) -> str:
-        """A card of another architecture runs other kernels: what it took is near the truth, not it."""
+        """The basis of the measurement. On a card of another architecture, which runs other kernels, it is only
+        approximate."""
         if self.tuning.tuner.basis == "rehearsed":
             return "rehearsed"
         gpu = self.tuning.setup.gpu if self.tuning.setup else ""
@@ -345,7 +347,8 @@ class _Answer:
         return "measured"
 
     def _assumptions(self, found: Estimate) -> tuple[str, ...]:
-        """The defaults taken; where a wish chose the shape, it is no default."""
+        """The defaults that were taken; if an objective chose the shape, the note about the default shape is
+        dropped."""
         if found.job == self.question.job:
             return self.question.assumptions
         return tuple(note for note in self.question.assumptions if " frames" not in note and " pixels" not in note)
@@ -353,7 +356,7 @@ class _Answer:
     def _print(self, console: Console, found: Estimate, others: tuple[Estimate, ...], output: str | None) -> None:
         render.print_answer(console, self.question, found)
         if self.best is not None:
-            console.print(self._proof(self.best), markup=True)  # of numbers alone
+            console.print(self._proof(self.best), markup=True)  # contains only numbers, so no markup of others
         console.print(f"plan: {wording.ways(found)}", style="bold")
         render.print_flags(console, self._switches(found))
         if found.lossy:

@@ -1,4 +1,4 @@
-"""`vplan watch`: follows a training run in the terminal and on a page of this computer."""
+"""`vplan watch`: follows a training run in the terminal and on a local web page."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def command(output: str, port: int, as_json: bool) -> int | None:
 
 
 def _follow(history: RunHistory, port: int) -> None:
-    """Serves the page and draws the terminal's summary until the user stops it."""
+    """Serves the page and updates the terminal's summary until the user stops it."""
     from rich.live import Live
 
     from planner.commands._shared.training.run_report import RunServer
@@ -138,7 +138,7 @@ def _gib(nbytes: int | None) -> str:
 
 
 def _answer(page: RunPage) -> dict[str, Any]:
-    """The numbers of a run as they are now."""
+    """The run's current numbers, as JSON."""
     course = page.course
     return {
         "state": page.state,

@@ -1,5 +1,5 @@
-"""From a run to an estimate: peaks by phase, seconds, host RAM and how sure they are.
+"""From a run to an estimate: memory peaks by phase, seconds, host RAM, and how certain they are.
 
-Begin with `estimate` (`assess`, `estimate_run`); `stages` replays the run for it, `roofline` has the seconds and
+Begin with `estimate` (`assess`, `estimate_run`); `stages` replays the run, `roofline` computes the seconds and
 `host_ram` the RAM.
 """

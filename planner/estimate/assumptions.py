@@ -1,4 +1,4 @@
-"""What an estimate does not count and what it takes for granted, in words."""
+"""What an estimate leaves out and what it assumes, in words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.units import format_gib
 
 
 def splitting_note(stage: ReplayedStage, more_bytes: int) -> tuple[str, ...]:
-    """The note that a VAE's split convolutions may raise the peak by ``more_bytes``; none where they cannot."""
+    """The note that a VAE's split convolutions may raise the peak by ``more_bytes``; none if they cannot."""
     if more_bytes <= 0:
         return ()
     vae, does = stage.run.facts.model.vae.class_name, f"{stage.phase}s"
@@ -26,7 +26,7 @@ def splitting_note(stage: ReplayedStage, more_bytes: int) -> tuple[str, ...]:
 def assumptions_of(
     run: Run, played: list[ReplayedStage], unrecorded: Iterable[phases.UnrecordedPass]
 ) -> tuple[str, ...]:
-    """What the estimate does not count, and what it takes for granted, in words."""
+    """What the estimate leaves out and what it assumes, in words."""
     left_out = (
         f"{entry.name.partition('-')[0]} has no recording to {entry.piece}: only its weights are counted"
         + ", and samples come encoded" * entry.elsewhere
@@ -63,7 +63,7 @@ def _of_class(run: Run) -> tuple[str, ...]:
 
 
 def _elastic(strategy: Strategy) -> tuple[str, ...]:
-    """The note about memory that is used only where some is free."""
+    """The note about paged optimizer states, which use GPU memory only while some is free."""
     if strategy.optimizer not in UNPAGED:
         return ()
     return ("paged states are counted in host RAM; they use free GPU memory and are paged out when it is short",)

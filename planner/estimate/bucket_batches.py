@@ -1,8 +1,8 @@
-"""A batch size for each of a job's shapes: as many samples as fit and take no longer than the slowest shape's step.
+"""A batch size for each of a job's shapes: as many samples as fit without a step longer than the slowest shape's.
 
-A small shape then does as much work a step as the largest, and ranks that run different shapes side by side wait less
-for each other: memory and seconds bound a batch, not tokens (AdaptiveLoad, arXiv 2605.17923; its law of the sequence's
-length is here the estimate of the step).
+Small shapes then do as much work per step as the largest, and ranks with different shapes wait less for each other. As
+in AdaptiveLoad (arXiv 2605.17923), memory and seconds limit a batch rather than tokens; the seconds come from the
+estimate of a step instead of AdaptiveLoad's formula of the sequence length.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from planner.spec.job import Bucket, Job
 from planner.spec.plan import Estimate
 
 Price = Callable[[Job], Estimate]
-"""The estimate of a job under the plan's strategy; raises a NotEstimatedError where there is no recording."""
+"""Estimates a job under the plan's strategy; raises a NotEstimatedError if no recording covers it."""
 
 MOST = 256
-"""Samples of a micro-batch, at the most."""
+"""Most samples in a micro-batch."""
 
 SAME_SECONDS = 1.02
-"""A step that takes this much longer than the slowest shape's counts as taking as long."""
+"""Tolerance: a step up to this factor longer than the slowest shape's counts as equally long."""
 
 VERDICTS = ("fits", "tight", "no")
 
 
 class PricedShape(NamedTuple):
-    """One shape with its batch size: seconds of its step and the device memory of training it alone."""
+    """A shape with its batch size: seconds of its step, and device memory of training it alone."""
 
     shape: Bucket
     step_seconds: float
@@ -48,7 +48,7 @@ class PricedShape(NamedTuple):
 
 
 class EvenedPlan(NamedTuple):
-    """A plan whose shapes have batch sizes, and what each of them takes."""
+    """A plan with a batch size for each shape, and the seconds and memory of each."""
 
     plan: Estimate
     shapes: tuple[PricedShape, ...]
@@ -57,8 +57,8 @@ class EvenedPlan(NamedTuple):
 
 
 def with_batch_sizes(plan: Estimate, price: Price, most: Mapping[Bucket, int]) -> EvenedPlan:
-    """The plan with batch sizes for its shapes; as it is where it does not run, or no shape takes more. ``most``: how
-    many different samples each shape has, by the shape without a batch size."""
+    """The plan with batch sizes for its shapes; unchanged if it does not fit, or no shape allows a larger batch.
+    ``most``: the number of distinct samples of each shape, by the shape without a batch size."""
     job = plan.job
     before = tuple(_priced(job, shape, price) for shape in job.shapes)
     if plan.verdict == "no":
@@ -69,7 +69,7 @@ def with_batch_sizes(plan: Estimate, price: Price, most: Mapping[Bucket, int]) -
         for entry in before
     ]
     found = price(_with(job, shapes))
-    while VERDICTS.index(found.verdict) > VERDICTS.index(plan.verdict):  # together they leave holes that one does not
+    while VERDICTS.index(found.verdict) > VERDICTS.index(plan.verdict):  # together they fragment memory more
         at = max(range(len(shapes)), key=lambda place: (_batch(shapes[place]) > 1, shapes[place].device_bytes))
         if _batch(shapes[at]) == 1:
             return EvenedPlan(plan, before, before)
@@ -93,8 +93,8 @@ def _priced(job: Job, shape: Bucket, price: Price) -> PricedShape:
 
 
 def _largest(job: Job, entry: PricedShape, price: Price, longest: float, verdict: str, most: int) -> PricedShape:
-    """The shape with the largest batch that takes no longer and whose verdict alone is no worse: both only ever get
-    worse with the batch, so it is looked for by halves."""
+    """The shape with the largest batch whose step takes at most ``longest`` seconds and whose verdict alone is no worse
+    than ``verdict``. Both only get worse with the batch, so this is a binary search."""
     best = entry
     low, high = _batch(entry), min(MOST, most)
     while low < high:

@@ -1,8 +1,8 @@
-"""One numbering of the buffers of runs at several shapes, which are replayed in turn on one allocator.
+"""A common numbering for the buffers of runs at several shapes that are replayed in turn on one allocator.
 
-Recordings give the same numbers at every shape. What trainers' terms add behind them need not: two products that take
-the same bytes at one shape may share the buffers of an adapter's output there, and not at another
-(`planner.layout.adapters`), and whatever is added after those has another number.
+Buffers of a recording have the same numbers at every shape. Buffers that a trainer adds after them may not: two
+products of equal size at one shape may share an adapter's output buffers there but not at another shape
+(`planner.layout.adapters`), which shifts the numbers of all that follow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from planner.tape.program import renamed_events
 
 
 class CommonNumbers(NamedTuple):
-    """The numbers that a run's buffers have on the allocator of another run, where they are others."""
+    """The numbers of a run's buffers on the allocator of another run, where they differ."""
 
     renamed: dict[int, int]
     """buffer of the run -> number on the allocator"""
@@ -30,11 +30,11 @@ class CommonNumbers(NamedTuple):
     """CUDA stream by number on the allocator"""
 
     def events(self, ops: list[int]) -> list[int]:
-        """The run's events as the allocator counts."""
+        """The run's events in the allocator's numbers."""
         return renamed_events(ops, self.renamed) if self.renamed else ops
 
     def own(self, live: Sequence[int]) -> list[int]:
-        """What is live on the allocator, as the run counts, without what the run does not have."""
+        """The buffers live on the allocator in the run's numbers, without those the run does not have."""
         if not self.renamed:
             return list(live)
         back = {number: buffer for buffer, number in self.renamed.items()}
@@ -43,8 +43,8 @@ class CommonNumbers(NamedTuple):
 
 
 def common_numbers(first: Run, run: Run) -> CommonNumbers:
-    """The numbers of a run on the allocator that ``first`` was loaded on: what lives from one stage to the next has the
-    number that it has there, found by its name, and what comes and goes within a stage has one of its own."""
+    """The numbers of a run on the allocator that ``first`` was loaded on. A buffer that lives from one stage to the
+    next gets the number it has in ``first``, matched by name; one that lives within a stage gets a new number."""
     alike = _alike(first, run)
     if alike == len(run.sizes) == len(first.sizes):
         return CommonNumbers({}, alike, run.sizes, run.streams)
@@ -74,7 +74,7 @@ def _name(run: Run, buffer: int) -> tuple[str, str]:
 
 
 def _alike(first: Run, run: Run) -> int:
-    """How many of the first buffers are the same in both, by name and number."""
+    """The number of leading buffers with the same names in both runs."""
     if first is run:
         return len(run.sizes)
     shortest = min(len(first.sizes), len(run.sizes))
@@ -87,7 +87,7 @@ def _alike(first: Run, run: Run) -> int:
 
 
 def _across_stages(run: Run, behind: int) -> Iterator[int]:
-    """The buffers from ``behind`` on that are there between two stages, each once, in order."""
+    """The buffers from ``behind`` on that are live between two stages, each once, in order."""
     left: set[int] = set()
     for _, stage in run.stages:
         there: set[int] = set()

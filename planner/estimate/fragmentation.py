@@ -1,9 +1,9 @@
-"""What holes decide: how far reserved memory moves when other pieces lie free in the allocator's cache.
+"""Fragmentation: how far reserved memory varies with the free segments in the allocator's cache.
 
-Which hole a tensor falls into depends on everything that was allocated before it, and a recording does not know all of
-that: libraries' first calls, a logger, a sampler, a step at another size. So the run is replayed again with a few small
-segments free before its first step. Of 74 published peaks 66 lie within 0.6 % of what comes out, 52 of the one replay
-(docs/accuracy/reserved-memory.md).
+Which free segment a tensor lands in depends on everything allocated before it, and a recording does not contain all of
+that: first calls of libraries, a logger, a sampler, a step at another shape. So the run is replayed several times, each
+time with a few small free segments before its first step. Of 74 published peaks, 66 are within 0.6 % of the resulting
+range, but only 52 of a single replay (docs/accuracy/reserved-memory.md).
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from planner.units import MIB
 REPLAYS = 8
 MOST_SEGMENTS = 3
 SHARES = 0.001, 0.02
-"""How large one is, of all that is reserved: together never more than 6 %, so it is holes that move it, not they."""
+"""Range of a segment's size, as a share of all reserved memory. Together they are at most 6 %, so that the result
+reflects fragmentation rather than the segments themselves."""
 
 SEGMENT_BYTES = 2 * MIB
-"""What the allocator rounds segments to (c10/cuda/CUDACachingAllocator.cpp, ``kRoundLarge``)."""
+"""The allocator rounds segments up to this (c10/cuda/CUDACachingAllocator.cpp, ``kRoundLarge``)."""
 
 
 def reserved_range(played: Sequence[ReplayedStage]) -> tuple[int, int]:
-    """The least and the most that the run's peak reserves, in bytes, over replays with other holes."""
+    """(least, most) reserved bytes at the run's peak, over replays with different free segments."""
     reserved = reserved_bytes(played)
     strategy = played[-1].run.strategy
-    if strategy.expandable_segments:  # few holes: 70 of 76 published runs would not move by half a per cent
+    if strategy.expandable_segments:  # little fragmentation: 70 of 76 published runs would vary by less than 0.5 %
         return reserved, reserved
     rank = played[-1].run.configuration.rank
     played = [entry for entry in played if entry.run.configuration.rank == rank]
-    # What is encoded before has an allocator of its own.
+    # Encoding before training runs on an allocator of its own.
     runs = list({id(entry.run): entry.run for entry in played if entry.phase != "encode"}.values())
     own = {id(run) for run in runs}
     apart = max((entry.replayed.reserved_peak_bytes for entry in played if id(entry.run) not in own), default=0)
@@ -45,8 +46,8 @@ def reserved_range(played: Sequence[ReplayedStage]) -> tuple[int, int]:
 def peak_sides(
     played: Sequence[ReplayedStage], correction: Correction, where: PhaseName, device_bytes: int, most_bytes: int
 ) -> Sides:
-    """How sure the device peak is: what measurements or recordings say, around what holes may make of it, and the most
-    that may be there. ``where``: the phase of the peak."""
+    """The margin of the device peak: that of measurements or recordings, widened by fragmentation and at least up to
+    ``most_bytes``. ``where``: the phase of the peak."""
     lowest, highest = reserved_range(played)
     reserved, share = reserved_bytes(played), correction.share(where)
     more = max(round(share * (highest - reserved)), most_bytes - device_bytes)
@@ -54,19 +55,19 @@ def peak_sides(
 
 
 def widen(sides: Sides, device_bytes: int, less_bytes: int, more_bytes: int) -> Sides:
-    """The margin around what holes may make of a peak: so much less, so much more."""
+    """The margin around a peak that may itself be ``less_bytes`` lower or ``more_bytes`` higher."""
     below, above = sides
     lowest, highest = 1 - less_bytes / device_bytes, 1 + more_bytes / device_bytes
     return 1 - (1 - below) * lowest, (1 + above) * highest - 1
 
 
 def reserved_bytes(played: Sequence[ReplayedStage]) -> int:
-    """The most that replayed stages reserve, bytes."""
+    """The most bytes that any of the replayed stages reserves."""
     return max(entry.replayed.reserved_peak_bytes for entry in played)
 
 
 def _spare(reserved_bytes: int) -> list[list[int]]:
-    """Sizes of the segments that lie free in each replay, by a lot that is always the same."""
+    """Sizes of the free segments in each replay, drawn with a fixed seed."""
     lot = random.Random(0)
     shares = [[lot.uniform(*SHARES) for _ in range(lot.randint(1, MOST_SEGMENTS))] for _ in range(REPLAYS)]
     return [

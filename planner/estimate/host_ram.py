@@ -1,4 +1,4 @@
-"""Host RAM and disk of a run. They have budgets of their own, because a run can die of either.
+"""Host RAM and disk space of a run. A run can fail for lack of either, so each has its own budget.
 
 RAM is counted by phase and in parts, like the GPU's memory. Memory-mapped files (safetensors) are not counted, because
 the kernel reclaims their pages when needed; what is copied or cast out of them is.
@@ -24,29 +24,29 @@ from planner.tape.variants.variant import UNPAGED
 from planner.units import GIB
 
 PROCESS_BYTES = 3 * GIB
-"""One training process: Python, torch and CUDA libraries. Assumed; the measured rows will tell."""
+"""One training process: Python, torch and CUDA libraries. An assumption that was not measured."""
 
 HOST_STATES = {"adafactor": 0, "came": 4}
-"""Per parameter whose optimizer runs in host RAM, beside weight and gradient in the trained format
-(trainers/step/optimizers.py ``OnHost``, as torchao's CPUOffloadOptimizer): AdamW's two states have that format too,
-CAME's one is fp32, and rows and columns are next to nothing."""
+"""Bytes of optimizer states per parameter when the optimizer runs in host RAM, in addition to weight and gradient in
+the trained format (trainers/step/optimizers.py ``OnHost``, like torchao's CPUOffloadOptimizer). Others have AdamW's two
+states in the trained format; CAME has one in fp32; factored row and column states are negligible."""
 
 SHARD_BYTES = 10 * 10**9
-"""A file of a saved model (diffusers ``ModelMixin.save_pretrained``, ``max_shard_size``)."""
+"""Largest file of a saved model (diffusers ``ModelMixin.save_pretrained``, ``max_shard_size``)."""
 
 STATE_FILE_BYTES = 2 * GIB
-"""A file of our own checkpoint's state: where host RAM is short, as much of it is copied at a time."""
+"""Largest file of our own checkpoint's state. If host RAM is short, one file at a time is copied."""
 
 PREFETCHED = 2
-"""Batches that each worker of a loader has ready (torch ``DataLoader``, ``prefetch_factor``)."""
+"""Batches that each worker of a loader prefetches (torch ``DataLoader``, ``prefetch_factor``)."""
 
 RGB = 3
 
 HALF, FP32 = 2, 4
-"""Bytes of a number."""
+"""Bytes per number."""
 
 ZERO_STATES = 12
-"""Per parameter: DeepSpeed's fp32 master and AdamW's two states."""
+"""Bytes per parameter of DeepSpeed's fp32 master and AdamW's two states."""
 
 Parts = dict[str, int]
 """Bytes by kind: process, weights, activations, optimizer, ema, data, loading, saving, pinning."""
@@ -56,7 +56,7 @@ class HostRam(NamedTuple):
     """Host RAM of all processes on one node: bytes by phase, the phase that needs most, and its categories."""
 
     phase: PhaseName
-    """where most is needed, the later among equals"""
+    """the phase that needs most, the later of equals"""
     phases: dict[PhaseName, int]
     parts: Parts
     """of that phase; they sum to its bytes"""
@@ -74,9 +74,9 @@ class HostShare(NamedTuple):
     that puts it there."""
 
     experts: int
-    """the expert that does not run, or those of its blocks that are swapped"""
+    """the idle expert, or its swapped blocks"""
     blocks: int
-    """swapped blocks of the one that runs"""
+    """swapped blocks of the running model"""
     ema: int
     """the moving average"""
     components: int
@@ -84,27 +84,27 @@ class HostShare(NamedTuple):
     loaded_components: int
     """those that are there while the model is loaded"""
     encoding: int
-    """the most while a text encoder encodes, before the model is there"""
+    """peak while text encoders encode, before the model is loaded"""
     waiting: int
-    """text encoders that wait for training to begin, once their outputs are cached"""
+    """text encoders that stay loaded until training begins, after their outputs are cached"""
     beside_latents: int
     """the model and its text encoders, while latents are cached"""
     groups: int
     """the model under group offload"""
     grouping: int
-    """the most while that is applied"""
+    """peak while group offload is being applied"""
     moved: int
     """the model while it makes room for a validation sample's VAE"""
     checkpoints: int
     """inputs of checkpointed blocks"""
     drive_weights: int
-    """of weights that are on a drive"""
+    """buffers for weights on a drive"""
     drive_states: int
-    """of optimizer states that are on a drive"""
+    """buffers for optimizer states on a drive"""
     drive_saving: int
     """the same while a checkpoint is written"""
     engine: EngineHostBytes
-    """of what an engine that splits the model offloads to host RAM"""
+    """what a sharding engine offloads to host RAM"""
 
 
 def host_share(run: Run) -> HostShare:
@@ -133,7 +133,7 @@ def host_share(run: Run) -> HostShare:
 
 
 def host_ram(run: Run, machine: Machine) -> HostRam:
-    """Host RAM of one node, phase by phase. What every process holds counts once per GPU; what only rank 0 does counts
+    """Host RAM of one node by phase. What every process holds counts once per GPU, what only rank 0 holds counts
     once."""
     share = host_share(run)
     per_process = _sampling(run, share) if run.samples_only else _training(run, share)
@@ -157,9 +157,9 @@ def host_ram(run: Run, machine: Machine) -> HostRam:
 
 
 def mapped_bytes(run: Run, machine: Machine) -> int:
-    """The model's weight files, in 16 bits, that are mapped while it is loaded, by all processes of a node; 0 but on
-    Windows. Linux takes their pages back. Windows counts all of them against RAM and page file, as a copy may be
-    written to (``MapViewOfFile``, FILE_MAP_COPY; huggingface/transformers#48285)."""
+    """Bytes of 16-bit weight files that all processes of a node map while loading; 0 except on Windows. Linux can
+    reclaim their pages. Windows charges copy-on-write mappings in full against RAM and page file (``MapViewOfFile``,
+    FILE_MAP_COPY; huggingface/transformers#48285)."""
     if machine.os != "windows" or not run.host.maps_files:
         return 0
     return machine.gpus * HALF * run.facts.model.parameters
@@ -191,10 +191,10 @@ def _training(run: Run, share: HostShare) -> dict[PhaseName, Parts]:
     loading = _loading(run)
     if before := max(share.encoding, share.beside_latents):
         by_phase["encode"] = {"weights": before}
-    if share.waiting:  # the model was made before they encoded, and goes to the GPU behind them
+    if share.waiting:  # the model was loaded before they encoded, and moves to the GPU after them
         by_phase["encode"] = {"weights": share.waiting, "loading": loading}
         loading = run.summed(_largest_weight)
-    if _loaded_bytes(run) is not None:  # what stays there was loaded there
+    if _loaded_bytes(run) is not None:  # swapped blocks are part of the model that was loaded
         loading = max(0, loading - share.blocks)
     weights = held["weights"] - share.components + share.loaded_components + share.waiting
     by_phase["load"] = {"weights": weights, "ema": held["ema"], "loading": loading}
@@ -207,7 +207,7 @@ def _training(run: Run, share: HostShare) -> dict[PhaseName, Parts]:
 
 
 def _rank_0(run: Run) -> dict[PhaseName, Parts]:
-    """What only the main process does: validation and saving.
+    """What only the main process holds, for validation and saving.
 
     With a moving average, validation runs on the average while the trained weights wait (diffusers ``EMAModel.store``
     copies them to the CPU, ``copy_to`` overwrites them on the GPU).
@@ -218,16 +218,16 @@ def _rank_0(run: Run) -> dict[PhaseName, Parts]:
 
 
 def has_room(copied: int, free: int) -> bool:
-    """Whether our trainer copies a checkpoint's state, of so many bytes per node, to host RAM and writes it from there
-    while training goes on. The copy may take half of what is free; otherwise training waits until it is written."""
+    """Whether our trainer copies a checkpoint's state of ``copied`` bytes per node to host RAM and writes it from there
+    while training continues. The copy may take half of the ``free`` bytes; otherwise training waits for the write."""
     return 2 * copied <= free
 
 
 def _save_ours(by_phase: dict[PhaseName, Parts], run: Run, machine: Machine, share: HostShare) -> None:
     """Adds the copy that our trainer makes of a checkpoint (trainers/parallel/checkpoint.py ``CheckpointWriter``).
 
-    It exists until it is written, while training goes on. If there is no room for it, each writing process holds one
-    file at a time, and what is read back from a drive.
+    The copy lives until it is written, while training continues. Without room for it, each writing process holds one
+    file at a time, in addition to what is read back from a drive.
     """
     copied, writers = _copied(run, machine), machine.gpus if run.strategy.sharding in SPLIT else 1
     beside = [phase for phase in ("train", "denoise", "decode", "save") if phase in by_phase]
@@ -240,15 +240,15 @@ def _save_ours(by_phase: dict[PhaseName, Parts], run: Run, machine: Machine, sha
 
 
 def _copied(run: Run, machine: Machine) -> int:
-    """Bytes of a checkpoint on one node. Rank 0 has everything that is not split. For split adapters and their average
-    it also has a whole copy, for the LoRA files."""
+    """Bytes of a checkpoint on one node. Rank 0 has everything that is not sharded. For sharded adapters and for moving
+    averages it also has a whole copy, for the LoRA files."""
     strategy, averages = run.strategy, run.strategy.ema != "none"
     split = strategy.sharding == "fsdp"
     whole = FP32 * run.trained_parameters if averages else run.trained_bytes
     gathered = whole if run.job.method == "lora" and (split or averages) else 0
     if strategy.sharding not in SPLIT:
         return state_bytes(run) + gathered
-    if split:  # of several copies the first is written, which may be on one node
+    if split:  # only the first replica is written, which may be on one node
         shards = run.configuration.shards
         return state_bytes(run) * min(machine.gpus, shards) // shards + gathered
     shares = ZERO_STATES * run.trained_parameters
@@ -274,15 +274,15 @@ def _held(run: Run, share: HostShare) -> Parts:
 
 
 def _offloaded_bytes(strategy: Strategy, trained: int, parameters: int) -> int:
-    """What a process keeps of weights, gradients and states when the optimizer runs in host RAM without an engine.
-    ``trained``: bytes of that many parameters in their trained format."""
+    """Bytes of weights, gradients and states in a process whose optimizer runs in host RAM without an engine.
+    ``trained``: bytes of ``parameters`` parameters in their trained format."""
     states = HOST_STATES.get(strategy.optimizer)
     return 2 * trained + (2 * trained if states is None else states * parameters)
 
 
 def floor_bytes(configuration: Configuration, parameters: int) -> int:
-    """The least host RAM, in bytes, that one node needs to train a model of `parameters` parameters. Known without
-    laying a run out."""
+    """A lower bound in bytes on the host RAM of one node that trains `parameters` parameters, without laying out a
+    run."""
     job, strategy, machine = configuration.job, configuration.strategy, configuration.machine
     whole = job.method == "full" and not job.trainable
     offloaded = strategy.offload_optimizer == "cpu" and strategy.sharding != "fsdp"
@@ -291,13 +291,13 @@ def floor_bytes(configuration: Configuration, parameters: int) -> int:
     if strategy.sharding.startswith("zero"):
         return machine.gpus * (bytes_per_parameter(strategy.optimizer) * parameters // machine.world)
     trained = (4 if trained_storage(job, strategy) == "fp32" else 2) * parameters
-    return machine.gpus * _offloaded_bytes(strategy, trained, parameters)  # a few parameters may be missing
+    return machine.gpus * _offloaded_bytes(strategy, trained, parameters)
 
 
 def _data(run: Run) -> int:
-    """The loader's batches: those its workers have ready, and the one in use.
+    """Bytes of the loader's batches: those its workers prefetched, and the one in use.
 
-    A sample is its latents in fp32. If the VAE encodes it every time, it is the decoded clip, and that clip in fp32.
+    A sample is its latents in fp32. If the VAE encodes every batch, it is the decoded clip in uint8 and in fp32.
     """
     model, grid = run.facts.model, run.grid
     frames, rows, columns = (grid[atom] * patch for atom, patch in zip("FHW", model.shape.patch, strict=True))
@@ -309,10 +309,10 @@ def _data(run: Run) -> int:
 
 
 def _loading(run: Run) -> int:
-    """What the weights pass through on their way to the GPU.
+    """Bytes in host RAM while weights are loaded.
 
-    Ours are read one by one from mapped files (trainers/step/placement.py ``materialise``), so it is the largest in the
-    GPU's format. Others may have the whole model in host RAM first (``HostTerms.loaded_bytes``).
+    Our trainer reads them one by one from mapped files (trainers/step/placement.py ``materialise``), so this is the
+    largest weight in the GPU's format. Others may load the whole model first (``HostTerms.loaded_bytes``).
     """
     if (loaded := _loaded_bytes(run)) is not None:
         return loaded
@@ -322,7 +322,7 @@ def _loading(run: Run) -> int:
 
 
 def _loaded_bytes(run: Run) -> int | None:
-    """The whole model in host RAM, where that is how it is loaded."""
+    """Bytes of the whole model if it is loaded into host RAM first; else None."""
     host = run.host
     if not host.loaded_bytes or (host.loaded_for_swapping and not run.strategy.swap_blocks):
         return None
@@ -334,13 +334,14 @@ def _largest_weight(run: Run) -> int:
 
 
 def _saving(run: Run) -> int:
-    """Copies on the CPU of what is written.
+    """Bytes of the CPU copies of what is saved.
 
-    safetensors copies what is on the GPU before it writes (torch.py ``_to_ndarray``): the adapter (peft
-    ``get_peft_model_state_dict`` copies nothing itself), or a model file by file. Engines give the whole model: ZeRO-3
-    and FSDP2 gather every weight on rank 0 (``_zero3_consolidated_16bit_state_dict``, ``full_state_dict`` with
-    ``cpu_offload``), below it the module is cloned (accelerate ``get_state_dict``, ``clone_tensors_for_torch_save``).
-    A moving average is written as a model of its own, made on the CPU in fp32 (diffusers ``EMAModel.save_pretrained``).
+    safetensors copies GPU tensors before it writes (torch.py ``_to_ndarray``): the adapter (peft
+    ``get_peft_model_state_dict`` copies nothing itself), or a model file by file. Engines return the whole model:
+    ZeRO-3 and FSDP2 gather every weight on rank 0 (``_zero3_consolidated_16bit_state_dict``, ``full_state_dict`` with
+    ``cpu_offload``); with ZeRO-1 and ZeRO-2 the module is cloned (accelerate ``get_state_dict``,
+    ``clone_tensors_for_torch_save``). A moving average is saved as a model of its own, built on the CPU in fp32
+    (diffusers ``EMAModel.save_pretrained``).
     """
     strategy, trained = run.strategy, run.trained_bytes
     if strategy.sharding in ("zero-3", "fsdp"):
@@ -356,7 +357,8 @@ def _saving(run: Run) -> int:
 
 
 def _sampling(run: Run, share: HostShare) -> dict[PhaseName, Parts]:
-    """What waits for its turn. If a part is ``swapped``, the whole pipeline is in host RAM from the start."""
+    """What is in host RAM while other components are on the GPU. If one is ``swapped``, the whole pipeline is there
+    from the start."""
     strategy, vae = run.strategy, run.facts.model.vae
     held, model = _held(run, share)["weights"], run.summed(_weights)
     if strategy.vae == "swapped":
@@ -379,12 +381,12 @@ def _weights(run: Run) -> int:
 
 
 def disk_bytes(run: Run) -> int:
-    """Disk space, in bytes: one checkpoint, and what an NVMe offload keeps on the drive."""
+    """Disk space in bytes: one checkpoint, and what NVMe offload keeps on the drive."""
     return state_bytes(run) + (nvme.drive_bytes(run) if run.strategy.sharding.startswith("zero") else 0)
 
 
 def state_bytes(run: Run) -> int:
-    """The state of a checkpoint, in bytes: trained weights, optimizer states and moving average; under ZeRO also fp32
+    """Bytes of a checkpoint's state: trained weights, optimizer states and moving average; under ZeRO also fp32
     masters."""
     average = FP32 * run.trained_parameters if run.strategy.ema != "none" else 0
     if run.strategy.sharding.startswith("zero"):
@@ -395,5 +397,6 @@ def state_bytes(run: Run) -> int:
 
 
 def _states(run: Run) -> int:
-    """A fused step counts on the GPU, one number a weight, the others in host RAM: as much as nothing."""
+    """Bytes of the optimizer states without the step counters: only the fused optimizer has them on the GPU, one number
+    per weight, which is negligible."""
     return run.total_bytes(buffer for name, buffer in run.named("optimizer").items() if name[-5:] != ":step")

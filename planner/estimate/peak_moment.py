@@ -1,4 +1,4 @@
-"""When a run peaks, in words, and what lies in GPU memory then."""
+"""The moment of a run's memory peak in words, and what is in GPU memory then."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PHASE_MOMENTS = {
     "decode": "decoding a validation sample",
     "save": "saving a checkpoint",
 }
-"""Phases whose moment needs no other name."""
+"""Phases with one name for any moment in them."""
 
 
 OPTIMIZER_MOMENT = "optimizer step"
@@ -41,13 +41,13 @@ OPTIMIZER_MOMENT = "optimizer step"
 
 
 SAMPLING_MOMENTS = {"denoise": "denoising", "decode": "decoding the samples"}
-"""The same where sampling is all there is."""
+"""The same for a job that only samples."""
 
 
 def peak_stage(played: list[ReplayedStage]) -> ReplayedStage:
-    """The stage whose tensors peak highest, the later among equals.
+    """The stage with the highest allocated peak, the later of equals.
 
-    Reserved is no guide: what was reserved once stays.
+    Reserved bytes do not tell, because they stay reserved in later stages.
     """
     return max(reversed(played), key=lambda entry: entry.replayed.allocated_peak_bytes)
 
@@ -62,7 +62,7 @@ def describe_moment(played: ReplayedStage, strategy: Strategy) -> str:
         what = "recompute and backward"
     if played.phase == "optimizer" or played.stage.name.startswith("optimizer"):
         return OPTIMIZER_MOMENT
-    if played.stage is played.run.phases.unload:  # all is still there that was loaded
+    if played.stage is played.run.phases.unload:  # its peak is at its start, with everything still loaded
         return PHASE_MOMENTS["load"]
     if played.run.samples_only and played.phase in SAMPLING_MOMENTS:
         return SAMPLING_MOMENTS[played.phase]
@@ -72,7 +72,7 @@ def describe_moment(played: ReplayedStage, strategy: Strategy) -> str:
 
 
 def breakdown_at(top: ReplayedStage, peak: PhasePeak, correction: Correction) -> Breakdown:
-    """The device's bytes at the allocated peak by category; what is reserved beyond it is fragmentation."""
+    """Device bytes by category at the allocated peak; reserved bytes beyond them count as fragmentation."""
     category = list(top.run.program.category)
     there: dict[str, list[int]] = {}
     for buffer in alive(top.ops[: top.replayed.allocated_peak_at + 1], top.before):

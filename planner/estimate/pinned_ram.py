@@ -1,9 +1,9 @@
-"""Pinned host RAM: what a GPU copies from and to by itself, and so may not be paged out. A budget of its own.
+"""Pinned (page-locked) host RAM, which has a limit of its own.
 
-Windows lets a process pin about half of the RAM, and so does WSL (`cudaHostAlloc` under WDDM: NVIDIA's forum 228235,
-CUDA on WSL User Guide, "pinned system memory"); beyond it comes "CUDA error: out of memory" while the card has room.
-Linux pins what there is. torch's own pinned memory comes in powers of two (`power_of_two`), also where a trainer copies
-to the CPU with `non_blocking=True` (aten/src/ATen/native/TensorConversions.cpp, ``pin_out``); tried on a virtual GPU
+Windows and WSL let a process pin about half of the RAM (`cudaHostAlloc` under WDDM: NVIDIA's forum 228235, CUDA on WSL
+User Guide, "pinned system memory"); beyond that, CUDA reports "out of memory" although the card has room. Linux has no
+such limit. torch rounds its own pinned allocations up to powers of two (`power_of_two`), also when a trainer copies to
+the CPU with `non_blocking=True` (aten/src/ATen/native/TensorConversions.cpp, ``pin_out``). Confirmed on a virtual GPU
 with torch 2.13 and 2.15, where PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1 turns the rounding off.
 """
 
@@ -14,15 +14,15 @@ from planner.layout.run import Run
 from planner.spec.job import Machine
 
 HALVED = ("windows", "wsl")
-"""Systems that pin about half of the RAM."""
+"""Systems that let a process pin about half of the RAM."""
 
 
 def pinned_bytes(run: Run, *, blocks: int, experts: int, checkpoints: int, optimizer: int, groups: int) -> int:
-    """Pinned bytes of one process while it trains, out of what it keeps in host RAM: swapped ``blocks``, the idle
-    ``experts``, ``checkpoints``, the ``optimizer`` with what it steps over, and the model's ``groups``.
+    """Pinned bytes of one process while it trains. The arguments are its bytes in host RAM: swapped ``blocks``, the
+    idle ``experts``, ``checkpoints``, the ``optimizer`` with its weights and gradients, and the model's ``groups``.
 
-    Ours pins all of these as they lie (trainers/memory/pinned.py). What DeepSpeed and FSDP2 pin is counted by
-    `planner.layout.sharding.host_memory`, and nothing of a batch on its way.
+    Our trainer pins all of these in place, without rounding (trainers/memory/pinned.py). What DeepSpeed and FSDP2 pin
+    is counted in `planner.layout.sharding.host_memory`. Batches in transit are not counted.
     """
     strategy, host = run.strategy, run.host
     pinned = single_gpu.staged_bytes(run) if host.swap_pins == "staging" else blocks
@@ -33,5 +33,5 @@ def pinned_bytes(run: Run, *, blocks: int, experts: int, checkpoints: int, optim
 
 
 def unpinnable_bytes(machine: Machine, pinned: int, whole: int) -> int:
-    """RAM that must be there beside ``whole`` bytes in use so that ``pinned`` of them may be pinned; of one node."""
+    """RAM that one node needs beyond the ``whole`` bytes in use so that ``pinned`` of them can be pinned."""
     return max(0, 2 * pinned - whole) if machine.os in HALVED else 0

@@ -19,76 +19,77 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 
 ROOFLINE_LEAST, ROOFLINE_USUAL = 0.79, 0.825
-"""The part of a real step that its kernels' roofline was, at the least and in the middle: 0.79 to 0.86 over the
+"""Roofline seconds of the kernels over the seconds of a real step, lowest and typical: 0.79 to 0.86 over the
 configurations of torchtitan (pytorch/torchtitan#3828)."""
 
 GH100 = (9, 0)
 """Compute capability of H100 and H200."""
 
 IN_A_STEP = {"matmul": 1 / 1.05, "attention": 1 / 1.02, "pointwise": 1 / 1.70}
-"""The same on a GH100 by kind of kernel, in 16 bits; of convolutions too few were seen. Fitted to the kernels of 14
-steps of our trainer on an H200 under torch's profiler (profiles/measurements/own), no published step time among them:
+"""The same on a GH100 by kind of kernel in 16 bits; there were too few convolutions. Fitted to the kernels of 14 steps
+of our trainer on an H200 under torch's profiler (profiles/measurements/own), without published step times:
 tests/tools/step_times/kernels.py; docs/accuracy/seconds.md has the errors."""
 
 PER_KERNEL_SECONDS = 1.0e-6
-"""What a GH100's kernel takes longer, whatever its size: 5.1 us a matrix product, which one kernel of five is (0.10 to
-0.32). Fitted with `IN_A_STEP`; pointwise kernels and attention showed none."""
+"""Additional time of each kernel on a GH100, independent of its size. Measured as 5.1 us per matrix product, and one
+kernel in five is one (0.10 to 0.32). Fitted with `IN_A_STEP`; pointwise kernels and attention showed none."""
 
 LAUNCH_SECONDS = 32e-6
-"""CPU time of one operator of a model's forward or backward with all the Python around it. Fitted: to half of the
+"""CPU time of one operator in a model's forward or backward, including the Python code around it. Fitted to half of the
 published step times (profiles/measurements/step_times, by hash of their id; docs/accuracy/seconds.md has both halves).
-Ours at toy width on one core take 22 to 25 us (AMD EPYC) and 42 (2.5 GHz Xeon) (tests/benchmarks/launches.py)."""
+Our own steps at toy width take 22 to 25 us on one core (AMD EPYC) and 42 (2.5 GHz Xeon) (tests/benchmarks/launches.py).
+"""
 
 RECOMPUTED_LAUNCHES = 1.7
-"""The same of an operator that a checkpoint runs again, over one that it does not: backward's other operators come from
-C++, these from Python inside of it, with autograd on. 1.6 to 2.0 and 1.8 on the two (tests/benchmarks/launches.py)."""
+"""CPU time of an operator that a checkpoint recomputes over that of another one in backward: it runs from Python and
+with autograd, while the others run from C++. 1.6 to 2.0 and 1.8 on the two machines (tests/benchmarks/launches.py)."""
 
 SLOW_KERNELS = ROOFLINE_USUAL / ROOFLINE_LEAST
-"""The slowest kernels over the usual ones."""
+"""Seconds of the slowest kernels over typical ones."""
 
 SLOW_LAUNCHES = 66 / 42
-"""A busy machine's launches over those at its best (tests/benchmarks/launches.py, on the Xeon)."""
+"""Launch time on a busy machine over that on an idle one (tests/benchmarks/launches.py, on the Xeon)."""
 
 COMPILED_LAUNCH_SECONDS = 7e-6
-"""The same where a compiler has traced the Python away: fitted on H100 steps (meta-pytorch/autoparallel#146)."""
+"""Launch time after a compiler has removed the Python code: fitted to H100 steps (meta-pytorch/autoparallel#146)."""
 
 BARE_LAUNCH_SECONDS = 5e-6
-"""The same of an operator of an optimizer's step: in a bare loop without autograd (pytorch#41383)."""
+"""Launch time of an operator in an optimizer step: in a bare loop without autograd (pytorch#41383)."""
 
 GAP_SECONDS, GRAPH_GAP_SECONDS = 2.1e-6, 1.3e-6
-"""Time of the GPU between the end of one kernel's work and the start of the next one's, on a stream and in a CUDA
-graph, even where both were launched long before: kernels that only sleep, on an H100 (Hazy Research, "Look Ma, No
-Bubbles", May 2025)."""
+"""Time on the GPU between the end of one kernel and the start of the next, on a stream and in a CUDA graph, even if
+both were launched long before. Measured with kernels that only sleep, on an H100 (Hazy Research, "Look Ma, No Bubbles",
+May 2025)."""
 
 MATMUL = {(8, 0): 0.859, (9, 0): 0.803, (10, 0): 0.776}
-"""Best bf16 matmul over the data sheet's rate, by compute capability: A100 267.9 of 312, H100 794.5 of 989, B200 1745
+"""Best bf16 matmul rate over the data sheet's, by compute capability: A100 267.9 of 312, H100 794.5 of 989, B200 1745
 of 2250 TFLOP/s (stas00/ml-engineering, "Maximum Achievable Matmul FLOPS comparison table")."""
 
 MATMUL_GEFORCE = 0.96
 """GeForce cards run above their quoted clock: RTX 4090 159 to 167 of 165.2 TFLOP/s (mli/transformers-benchmarks#4)."""
 
 MATMUL_LAPTOP = 0.79
-"""The middle of the three measured GeForce cards of laptops with up to 150 W, 0.73 to 0.92, which that limit holds
-below their clocks (RTX 4080, 5090 and 5080 in zzc0721/torch-performance-test-data@9d82737, over profiles/gpus.toml)."""
+"""The median of three measured laptop GeForce cards, 0.73 to 0.92, whose limit of 150 W keeps them below their nominal
+clocks (RTX 4080, 5090 and 5080 in zzc0721/torch-performance-test-data@9d82737, over profiles/gpus.toml)."""
 
 DEFAULT_EFFICIENCY = 0.75
-"""Where nobody published one, and for convolutions: what torch's own RuntimeEstimator assumes of every operator
+"""For cards without a published value, and for convolutions: torch's own RuntimeEstimator assumes it for every operator
 (torch/distributed/_tools/runtime_estimator.py, pytorch#134243)."""
 
 COPY_EFFICIENCY = 0.9
-"""Reached memory bandwidth over the data sheet's: H100 copies 3.0 of 3.35 TB/s; RTX 4090 918 to 924 of 1008 GB/s
+"""Achieved memory bandwidth over the data sheet's: H100 copies 3.0 of 3.35 TB/s; RTX 4090 918 to 924 of 1008 GB/s
 (tinygrad/open-gpu-kernel-modules#6)."""
 
 SMALL_HEAD = 64
-"""Up to this size of an attention head the second of the pairs below holds, beyond it the first."""
+"""Attention heads up to this size use the second of the pairs below, larger ones the first."""
 
 FLASH_2 = {9: ((0.374, 0.326), (0.328, 0.294)), 10: ((0.374, 0.326), (0.328, 0.294))}
 """(forward, backward) by major compute capability, for heads of 128 and of 64. H100: 370 and 322, 324 and 291 of 989
 TFLOP/s at 16k tokens, no mask (FlashAttention-3 paper, arXiv 2407.08608, figures 5 and 6). B200 is not published and
-taken alike."""
+assumed to be the same."""
 
 FLASH_2_MMA = ((0.73, 0.63), (0.73, 0.63))
-"""The same where the kernel uses the card's only matrix instruction (8.x, 12.x): best of A100 in the FlashAttention-2
+"""The same for cards whose only matrix instruction the kernel uses (8.x, 12.x): best of A100 in the FlashAttention-2
 paper (arXiv 2307.08691, section 4.1). RTX A5000, heads of 64: 0.74 and 0.70 (gpu-mode/ring-attention#10)."""
 
 FLASH_3 = ((0.655, 0.567), (0.503, 0.479))
@@ -96,7 +97,7 @@ FLASH_3 = ((0.655, 0.567), (0.503, 0.479))
 
 CUDNN = {9: ((0.60, 0.52), (0.418, 0.438)), 10: ((0.55, 0.47), (0.383, 0.396))}
 """H100: 595 and 516, 413 and 433 of 989 TFLOP/s, the same figures. B200: FlashAttention-4 reaches 0.71 and is up to 1.3
-times faster than cuDNN 9.13 (its abstract); backward, and small heads, in H100's proportion."""
+times faster than cuDNN 9.13 (its abstract); backward and small heads scaled as on H100."""
 
 CUDNN_MASKED = (0.66, 0.58)
 """(forward, backward) of cuDNN with a mask over cuDNN without: 395 of 599 and 307 of 529 TFLOP/s on an H200, torch
@@ -108,8 +109,8 @@ EFFICIENT = (0.82, 0.53)
 (Dao-AILab/flash-attention#416, 4096 tokens)."""
 
 AOTRITON = (0.328, 0.294)
-"""AMD's kernels for flash and memory-efficient attention: not published for training, taken as FlashAttention-2's on
-H100 for small heads, where it uses the matrix units least well."""
+"""AMD's kernels for flash and memory-efficient attention. Not published for training; assumed to be those of
+FlashAttention-2 on H100 with small heads, its worst case."""
 
 EFFICIENT_KERNELS = ("efficient", "xformers")
 
@@ -117,7 +118,7 @@ MATH = (0.15, 0.18)
 """Standard attention: H100 0.14 and 0.18 (arXiv 2407.08608), RTX A5000 0.17 and 0.18 (gpu-mode/ring-attention#10)."""
 
 HOST_ADAM_SECONDS = 0.26e-9
-"""Per parameter, DeepSpeed's CPU Adam: 1e9 in 0.22 s, 10e9 in 2.57 s (ZeRO-Offload, arXiv 2101.06840, table 4)."""
+"""Per parameter, of DeepSpeed's CPU Adam: 1e9 take 0.22 s, 10e9 2.57 s (ZeRO-Offload, arXiv 2101.06840, table 4)."""
 
 DISK_BYTES_PER_SECOND = 3.2e9
 """One NVMe drive on four lanes of PCIe 3: 3.94 GB/s on the wire, 3.2 to 3.5 on data sheets."""
@@ -127,23 +128,22 @@ class Traffic(NamedTuple):
     """What one whole step (all accumulated micro-batches) moves over links, in bytes per GPU."""
 
     host_forward_bytes: int = 0
-    """over its link to host RAM while one micro-batch's forward runs, the fuller of both directions: there is a copy
-    engine for each"""
+    """over its link to host RAM during one micro-batch's forward, in the busier direction: each has its copy engine"""
     host_backward_bytes: int = 0
-    """the same of its backward"""
+    """the same during its backward"""
     host_beside: float = 1.0
-    """the part of a pass that these copies can run beside: swapped blocks come while swapped blocks compute"""
+    """the part of a pass with which these copies can overlap: swapped blocks are copied while swapped blocks compute"""
     gpu_bytes: int = 0
     """sent to other GPUs while kernels run; in a ring (n-1)/n of a tensor per reduce-scatter or all-gather, twice that
     per all-reduce"""
     replica_bytes: int = 0
-    """the same to the GPUs that have the same share in other copies of the model"""
+    """the same, to the GPUs with the same shard in other replicas of the model"""
     host_waiting_bytes: int = 0
     """over its link to host RAM while nothing else runs"""
     gpu_waiting_bytes: int = 0
     """sent to other GPUs while nothing else runs"""
     host_parameters: int = 0
-    """parameters whose optimizer step the CPU does"""
+    """parameters whose optimizer step runs on the CPU"""
     disk_bytes: int = 0
     """to and from an NVMe drive"""
 
@@ -220,19 +220,19 @@ class Span(NamedTuple):
     high: float
 
     def plus(self, other: Span) -> Span:
-        """Both, one after the other."""
+        """The sum, for one after the other."""
         return Span(self.low + other.low, self.high + other.high)
 
     def times(self, count: float) -> Span:
-        """So many of it."""
+        """The span multiplied by ``count``."""
         return Span(self.low * count, self.high * count)
 
 
 def forward_seconds(
     configuration: Configuration, work: Mapping[Kind, Work], gpu: GpuProfile, attention: Attention, nbytes: int = 0
 ) -> Span:
-    """Seconds of work without gradients, such as one pass of an encoder. ``nbytes`` come from host RAM, at best during
-    the work and at worst before it."""
+    """Seconds of work without gradients, such as one pass of an encoder. ``nbytes`` are copied from host RAM, at best
+    during the work and at worst before it."""
     strategy = configuration.strategy
     reached = {half: _attention_passes(gpu, attention, half)[0] for half in (0, 1)}
     batch = KernelBatch.of(work, strategy, _kernel_seconds(work, gpu, strategy, reached), host_launch_seconds(gpu))
@@ -252,7 +252,7 @@ class KernelBatch(NamedTuple):
     copies: float = 0.0
     """over the link to host RAM"""
     beside: float = 1.0
-    """part of the batch that copies can run beside"""
+    """part of the batch with which copies can overlap"""
 
     @classmethod
     def of(
@@ -264,8 +264,9 @@ class KernelBatch(NamedTuple):
         extra: float = 0.0,
         captured: bool = False,
     ) -> KernelBatch:
-        """The turn of some work whose kernels take so long together, and a launch ``launch_seconds``; ``extra``: how
-        many launches more take as long as what slow ones take longer; ``captured``: in a CUDA graph."""
+        """The batch of some work. ``kernels``: seconds of all its kernels; ``launch_seconds``: CPU time of a launch;
+        ``extra``: additional launches that stand for the time by which some are slower; ``captured``: replayed as a
+        CUDA graph."""
         recorded = sum(amount.flops for (kind, _), amount in work.items() if kind == KERNELS)
         launches = recorded * _left_by_fusion(work, strategy)
         if captured or strategy.compile == "cudagraphs":  # one launch replays the whole graph
@@ -274,8 +275,8 @@ class KernelBatch(NamedTuple):
 
 
 def _busy_seconds(turns: Sequence[KernelBatch], kernels: float = 1.0, launches: float = 1.0) -> float:
-    """Seconds of turns whose kernels and launches take so many times as long as usual: a turn's kernels begin once its
-    launches do and all kernels before them are done, and end no sooner than its last launch."""
+    """Seconds of batches whose kernels and launches take ``kernels`` and ``launches`` times as long as usual. A batch's
+    kernels begin when its launches begin and all earlier kernels are done, and end no sooner than its last launch."""
     launched = done = 0.0
     for turn in turns:
         begin = max(launched, done)
@@ -286,8 +287,8 @@ def _busy_seconds(turns: Sequence[KernelBatch], kernels: float = 1.0, launches: 
 
 
 def _exchange_seconds(configuration: Configuration, traffic: Traffic, gpu: GpuProfile) -> float:
-    """Seconds that a GPU sends to others in addition to its kernels. Traffic to other copies of the model has a stream
-    of its own; it overlaps with traffic to other shares if it uses other links (network adapters instead of NVLink)."""
+    """Seconds that a GPU sends to others while kernels run. Traffic to other replicas has a stream of its own; it
+    overlaps with traffic to other shards if it uses other links (network adapters instead of NVLink)."""
     machine, shards = configuration.machine, configuration.shards
     inner, outer = Ring(shards), Ring(configuration.strategy.fsdp_replicas, shards)
     if machine.world == 1:
@@ -299,7 +300,7 @@ def _exchange_seconds(configuration: Configuration, traffic: Traffic, gpu: GpuPr
 
 
 def _waiting_rate(configuration: Configuration, gpu: GpuProfile) -> float:
-    """Bytes per second of what is sent while nothing else runs. GPUs that share a sample send to each of the others,
+    """Bytes per second of sending while nothing else runs. With context parallelism a GPU sends to each of the others,
     over the slower link if they are on several nodes."""
     machine, parts = configuration.machine, configuration.strategy.context_parallel
     if parts == 1:
@@ -315,10 +316,10 @@ def _kernel_seconds(
     attention: Mapping[int, float],
     over_pairs: bool = False,
 ) -> float:
-    """Usual seconds of kernels in a step. ``attention``: its efficiency, by whether it computes in 16 bits;
-    ``over_pairs``: whether it has a mask of all pairs of tokens. A tile of that mask is loaded when the product that it
-    is added to is done, and is waited for, so it is read beside no product of its own (PyTorch's memory-efficient
-    kernel, mem_eff_attention/kernel_forward.h at 01b4eae: "apply attention bias if applicable").
+    """Typical seconds of kernels in a step. ``attention``: its efficiency, by whether it computes in 16 bits;
+    ``over_pairs``: whether it has a mask over all pairs of tokens. The kernel loads a tile of that mask only after the
+    product to which it is added, and waits for it, so reading the mask does not overlap with compute (PyTorch's
+    memory-efficient kernel, mem_eff_attention/kernel_forward.h at 01b4eae: "apply attention bias if applicable").
     """
     bandwidth = COPY_EFFICIENCY * gpu.bandwidth_gbs * 1e9
     known = gpu.vendor == "nvidia" and gpu.capability == GH100

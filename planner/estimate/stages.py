@@ -32,14 +32,14 @@ class ReplayedStage(NamedTuple):
     """all events of the stage, in order"""
 
     before: list[int]
-    """buffers that were there when it began"""
+    """buffers that were allocated when it began"""
 
     replayed: Replayed
     allocated_after_bytes: int
 
 
 CAPPED_STEPS = 3
-"""Later steps of one shape that a replay at a capacity goes through: each finds the cache as the one before left it."""
+"""Steps per shape after the first in a replay with a capacity: each finds the cache as the previous one left it."""
 
 
 def allocator_of(run: Run, capacity_bytes: int | None = None) -> CachingAllocator | MpsAllocator:
@@ -61,8 +61,8 @@ def allocator_of(run: Run, capacity_bytes: int | None = None) -> CachingAllocato
 def replay_stages(
     *runs: Run, cached: bool = True, spare: Sequence[int] = (), capacity_bytes: int | None = None
 ) -> list[ReplayedStage]:
-    """Replays one run, or one run per bucket in turn, on one allocator: the next shape must fit beside what the one
-    before left.
+    """Replays one run, or one run per bucket in turn, on one allocator: each shape must fit next to what the previous
+    one left in the cache.
 
     The first run loads the model. Buffers that stay have the first run's numbers (`planner.estimate.common_numbers`).
 

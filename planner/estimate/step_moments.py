@@ -1,8 +1,8 @@
-"""What runs at each moment of a step, and who holds its memory: the events that `planner.estimate.timeline` plays, told
-by block, operator and owner. Pure.
+"""What runs at each moment of a step and what holds its memory: the events of `planner.estimate.timeline`, by block,
+operator and owner.
 
-Seconds within a step are shares of the estimated one: forward and the optimizer's step take what their own roofline
-says, backward the rest; within a pass one stretch of a block is taken to be as long as another.
+Seconds within a step divide the estimated step: forward and the optimizer step take what their rooflines say, backward
+the rest. Within a pass, all stretches of blocks are assumed to take equally long.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from planner.tape.levels import whole_blocks
 from planner.tape.program import Moment, Program, Stage
 
 MOST_OWNERS = 4
-"""Owners that are named at a moment."""
+"""Number of owners listed at a moment."""
 
 BY_OPERATOR = ("activations", "temporary", "workspace", "buckets")
-"""Parts whose owner is the operator that allocated; of weights and states it says nothing."""
+"""Parts whose buffers are listed by the operator that allocated them; for weights and states it is meaningless."""
 
 
 class StepMoment(NamedTuple):
@@ -33,15 +33,16 @@ class StepMoment(NamedTuple):
     place: str
     """pass and block, such as "backward of blocks.17" """
     operator: str
-    """that allocated last; empty before the first"""
+    """the last one that allocated; empty before the first"""
     seconds: float
     """since the step began, estimated"""
     owners: tuple[tuple[str, int], ...]
-    """(who, allocated bytes) of those who hold most, the largest first"""
+    """(owner, allocated bytes), largest first"""
 
 
 def moments(run: Run, at: Sequence[int]) -> tuple[StepMoment, ...]:
-    """The moments of a run's steady step. ``at``: events since the step began, rising, as `timeline.Point.at`."""
+    """The moments of a run's steady step. ``at``: ascending event numbers since the step began, as
+    `timeline.Point.at`."""
     steady = ("denoise",) if run.samples_only else STEADY
     indices = [index for index, (phase, _) in enumerate(run.stages) if phase in steady]
     indices = indices[-1:] if run.samples_only else indices
@@ -69,7 +70,7 @@ def moments(run: Run, at: Sequence[int]) -> tuple[StepMoment, ...]:
 
 
 def _owners(program: Program) -> list[str]:
-    """Who holds each buffer: a part of the breakdown, and where it tells more the operator that allocated."""
+    """The owner of each buffer: a part of the breakdown, with the operator that allocated it for BY_OPERATOR."""
     parts = [BREAKDOWN[category] for category in program.category]
     return [
         f"{part}: {operator.lstrip('_')}" if part in BY_OPERATOR else part
@@ -87,7 +88,7 @@ def _live_after(stage: Stage, live: set[int]) -> set[int]:
 
 
 def _stretches(run: Run, stages: Sequence[Stage]) -> list[tuple[str, list[int], float, float]]:
-    """(moment in words, events, when it begins, how long it takes) of each stretch, seconds."""
+    """(moment in words, events, start, duration) of each stretch; times in seconds."""
     named = [
         (moment, stage.name.startswith("optimizer"), events) for stage in stages for moment, events in stage.stretches
     ]
@@ -111,7 +112,7 @@ def _pass(moment: Moment, in_optimizer: bool) -> str:
 
 
 def _seconds_of(run: Run, passes: Sequence[str]) -> list[float]:
-    """The seconds of each stretch, by its pass; of the last micro-batch and the optimizer's step."""
+    """The seconds of each stretch by its pass, for the last micro-batch and the optimizer step."""
     usual = run_seconds(run)[0] / run.calls
     work = step_work(run)
     forward, optimizer = (

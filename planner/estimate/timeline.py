@@ -1,6 +1,6 @@
-"""Memory through a run: what it is made of in every phase, and how it rises and falls through one step.
+"""Memory over a run: its composition in every phase, and its course through one step.
 
-The same replay that an estimate comes from, told in more detail. Pure.
+The replay behind an estimate, in more detail.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from planner.spec.plan import Breakdown, PhaseName
 from planner.tape.program import Stage
 
 POINTS = 360
-"""Moments of a step that are told. The peaks are among them."""
+"""Points of a step's timeline. The peaks are among them."""
 MIN_POINTS = 24
-"""The same of a short stage."""
+"""Fewest points of a stage."""
 STEADY: tuple[PhaseName, ...] = ("train", "optimizer")
-"""What a later step is made of; of a job that only samples, a noise level."""
+"""The phases of a step after the first."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Timeline:
     peak: Point
     peak_moment: str
     outside_bytes: int
-    """on the device beside torch: CUDA's context and libraries"""
+    """device bytes outside torch's allocator: the CUDA context and libraries"""
 
 
 def largest_run(configuration: Configuration, facts: Facts, trainer: str = "vplan") -> Run:
-    """The run of a configuration, and of ranks that do not allocate alike of the one that needs most; with buckets, of
-    the largest shape."""
+    """The run of a configuration: with buckets at the largest shape, and if ranks allocate differently of the one that
+    reserves most."""
     job = configuration.job
     largest = max(grids(facts.model, job), key=lambda at: at["B"] * at["F"] * at["H"] * at["W"])
     run = lay_out(configuration, facts, largest, trainer)
@@ -83,7 +83,7 @@ def largest_run(configuration: Configuration, facts: Facts, trainer: str = "vpla
 
 
 def phases(run: Run) -> tuple[PhaseParts, ...]:
-    """Every phase of a run at its peak, in the order in which they run."""
+    """Every phase of a run at its peak, in order."""
     strategy, correction = run.strategy, run.facts.measurements.correction
     played, outside = replay_stages(run), outside_bytes(run)
     parts_of_phases = []
@@ -98,11 +98,11 @@ def phases(run: Run) -> tuple[PhaseParts, ...]:
 
 
 def timeline(run: Run, points: int = POINTS) -> Timeline:
-    """The steady step of a run: allocated bytes by part, and what is reserved around them."""
+    """The steady step of a run: allocated bytes by part, and reserved bytes."""
     allocator = allocator_of(run)
     steady = ("denoise",) if run.samples_only else STEADY
     wanted = [index for index, (phase, _) in enumerate(run.stages) if phase in steady]
-    # Of sampling, the second of two calls: it finds what the first left.
+    # When sampling, the second of two calls, whose cache is warm from the first.
     wanted = wanted[-1:] if run.samples_only else wanted
     live: dict[int, None] = {}
     all_points: list[Point] = []
@@ -135,7 +135,7 @@ def timeline(run: Run, points: int = POINTS) -> Timeline:
 
 
 def thin(history: list[tuple[int, int, int]], points: int) -> list[tuple[int, int, int]]:
-    """At most `points` (but 4 at least) of `history`, with both peaks, the first and the last."""
+    """At most `points` (at least 4) entries of `history`, including both peaks, the first and the last."""
     points = max(points, 4)
     if len(history) <= points:
         return history
@@ -165,7 +165,7 @@ def _points_of(
     names: Sequence[str],
     first: int,
 ) -> list[Point]:
-    """The points of a stage's history with what is allocated at each by part."""
+    """The points of a stage's history, with allocated bytes by part."""
     place = {name: index for index, name in enumerate(names)}
     part = [place[BREAKDOWN[category]] for category in run.program.category]
     rounded = [-(-size // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES for size in run.sizes]
@@ -183,7 +183,7 @@ def _points_of(
 
 
 def _marks(stage: Stage, first: int) -> list[Mark]:
-    """Where forward, backward and the optimizer's step begin; blocks that recompute belong to backward."""
+    """Where forward, backward and the optimizer step begin. Recomputation belongs to backward."""
     marks: list[Mark] = []
     at = first
     for moment, events in stage.stretches:

@@ -1,4 +1,4 @@
-"""What a strategy moves in one step for one GPU: over the link to host RAM, and to other GPUs."""
+"""Bytes that one GPU moves in a step: over the link to host RAM, to other GPUs, and to drives."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from planner.tape.program import Block
 def traffic(run: Run) -> Traffic:
     """The traffic of one optimizer step.
 
-    Swap, checkpoint offload and gathering copy beside the kernels, the first two through one copy engine each way:
-    swapped weights only ever come, while checkpoints go in forward and come back in backward. An optimizer in host RAM
-    takes gradients out and weights back while nothing else runs, and DeepSpeed's stages 1 and 2 send nothing beside
-    backward unless they are told to (``overlap_comm`` is on in stage 3 only, runtime/zero/config.py).
+    Block swap, checkpoint offload and gathering overlap with kernels. The first two use one copy engine per direction:
+    swapped weights only travel to the GPU, while checkpoints leave in forward and return in backward. An optimizer in
+    host RAM receives gradients and returns weights while nothing else runs. DeepSpeed's stages 1 and 2 do not overlap
+    communication with backward by default (``overlap_comm`` is on in stage 3 only, runtime/zero/config.py).
     """
     strategy, world, shards = run.strategy, run.machine.world, run.configuration.shards
     accumulation = strategy.gradient_accumulation
@@ -48,17 +48,17 @@ def traffic(run: Run) -> Traffic:
         across = all_reduced(reduced_share_bytes(run), strategy.fsdp_replicas)
     elif world > 1:  # in the last micro-batch only
         gpu = all_reduced(gradients, world)
-    if (parts := strategy.context_parallel) > 1:  # attention waits for what it is sent
+    if (parts := strategy.context_parallel) > 1:  # attention waits for its inputs from other GPUs
         gpu_waiting += accumulation * run.work.exchanged_bytes * (parts - 1) // parts
     if strategy.offload_params != "none":
         coming += HALF * sum(run.elements.values()) // split
     if run.samples_only and strategy.group_offload != "none":
-        # With a stream the weights stay in host RAM and are fetched ahead; without one they come and go, and all waits.
+        # With a stream the weights are prefetched from host RAM; without one they move both ways, and the GPU waits.
         weights = run.total_bytes(run.named("weight").values())
         coming += weights if strategy.group_offload_stream else 0
         host_waiting += 0 if strategy.group_offload_stream else 2 * weights
     host_waiting += exchanged_bytes(run)
-    if not run.samples_only:  # what is swapped comes, encodes and is gone: its weights wait in host RAM as they are
+    if not run.samples_only:  # a swapped encoder is copied to the GPU only: host RAM keeps its unchanged weights
         host_waiting += accumulation * component_bytes(run, "swapped")
     return Traffic(
         host_forward_bytes=max(coming, offloaded),
@@ -74,15 +74,17 @@ def traffic(run: Run) -> Traffic:
 
 
 def _streamed_blocks(run: Run) -> Mapping[Block, list[int]]:
-    """Buffers of the blocks that come from host RAM. Layers that come one by one leave no block on the GPU; all blocks
-    but one, the most that can be swapped, stand for all of them then (`planner.dialects.simpletuner.settings`)."""
+    """Buffers of the blocks that come from host RAM. A trainer that streams single layers keeps no block on the GPU;
+    its settings are read as all blocks but one, the most that can be swapped (`planner.dialects.simpletuner.settings`),
+    and here that means all of them."""
     blocks = run.swappable_weights
     every = fetches_again(run.trainer) and run.strategy.swap_blocks == len(blocks) - 1
     return blocks if every else run.swapped_blocks
 
 
 def _fetched_again(run: Run) -> int:
-    """What comes for the recomputation of checkpointed blocks and then for their backward (`fetches_again`), bytes."""
+    """Bytes of checkpointed blocks' weights that are fetched a second time, for backward after the recomputation
+    (`fetches_again`)."""
     if not fetches_again(run.trainer) or run.strategy.gradient_checkpointing == "none":
         return 0
     blocks = _streamed_blocks(run)

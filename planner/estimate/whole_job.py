@@ -1,7 +1,7 @@
-"""How long a whole job takes, from the first clip that is encoded to the last checkpoint: seconds, energy and money.
+"""Time, energy and cost of a whole job, from encoding the first clip to the last checkpoint.
 
-Everything is a range: the usual case to the longest, as for a step (`planner.estimate.roofline`). Not counted, and said
-in docs/suggest.md: starting processes, reading weights from a disk, and decoding video files.
+Everything is a range from the usual case to the longest, as for a step (`planner.estimate.roofline`). Not included, as
+docs/suggest.md says: starting processes, reading weights from a disk, and decoding video files.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from planner.spec.plan import Estimate
 NOTHING = Span(0.0, 0.0)
 
 HOUR, KWH = 3600.0, 3.6e6
-"""Seconds, joules."""
+"""An hour in seconds, a kilowatt hour in joules."""
 
 
 class ShapeCount(NamedTuple):
-    """The samples that are trained at one shape."""
+    """The number of samples trained at one shape."""
 
     encoded: int
-    """each once, before training"""
+    """distinct samples, each encoded once before training"""
     draws: int
-    """in one epoch, repeats included"""
+    """in one epoch, including repeats"""
     most: int = 1
-    """repeats of the sample that has most: it never comes twice in one micro-batch"""
+    """the most repeats of any sample; repeats never share a micro-batch"""
 
 
 class JobLength(NamedTuple):
-    """How long a job is to be, and what it does on the way. One of ``steps`` and ``epochs`` is set."""
+    """The length of a job, and how often it validates and saves. Exactly one of ``steps`` and ``epochs`` is set."""
 
     steps: int | None = None
     epochs: float | None = None
-    """passes over the data, which must be known"""
+    """passes over the data; needs ``data``"""
     data: Mapping[Bucket, ShapeCount] | None = None
     checkpoint_every: int = 50
     validate_every: int | None = None
     """steps; None: at the end only"""
     validation_steps: int | None = None
-    """noise levels of a sample; None: the pipeline's own number"""
+    """denoising steps of a sample; None: the pipeline's default"""
 
 
 class JobPart(NamedTuple):
-    """A part of a job: how many there are of what it does, and its seconds in all."""
+    """A part of a job: how often it is done, and its total seconds."""
 
     number: int
     seconds: Span
@@ -67,29 +67,29 @@ class JobPart(NamedTuple):
 
 
 class WholeJob(NamedTuple):
-    """What a job takes from its beginning to its end."""
+    """Time, energy and cost of a whole job."""
 
     steps: int
     epochs: float | None
-    """None where the data is not known"""
+    """None if the data is unknown"""
     parts: Mapping[str, JobPart]
-    """encoding, training, samples, checkpoints; of another trainer training alone"""
+    """encoding, training, samples, checkpoints; only training for other trainers"""
     gpus: int
     power_watts: float
-    """of all GPUs at their limit"""
+    """of all GPUs, at their power limits"""
     price: float | None = None
     """of one GPU for an hour"""
     sample_seconds: Span | None = None
-    """of encoding one sample on one GPU, where nobody knows how many there are"""
+    """of encoding one sample on one GPU, if the number of samples is unknown"""
 
     @property
     def is_steps_alone(self) -> bool:
-        """Whether nothing but the steps is counted, as of another trainer."""
+        """Whether only the steps are counted, as for other trainers."""
         return self.parts.keys() == {"training"}
 
     @property
     def hours(self) -> Span:
-        """From beginning to end."""
+        """Hours of the whole job."""
         whole = NOTHING
         for part in self.parts.values():
             whole = whole.plus(part.seconds)
@@ -97,12 +97,12 @@ class WholeJob(NamedTuple):
 
     @property
     def kwh(self) -> Span:
-        """Energy of the GPUs, each at its power limit from beginning to end."""
+        """Energy of the GPUs, each at its power limit all the time."""
         return self.hours.times(self.power_watts * HOUR / KWH)
 
     @property
     def money(self) -> Span | None:
-        """In the currency of the price; None without one."""
+        """Cost in the currency of the price; None without a price."""
         return None if self.price is None else self.hours.times(self.gpus * self.price)
 
     def to_json(self) -> dict[str, Any]:
@@ -127,8 +127,8 @@ class WholeJob(NamedTuple):
 def whole_job(
     estimate: Estimate, facts: Facts, length: JobLength, trainer: str = "vplan", layout: Layout = lay_out
 ) -> WholeJob:
-    """The whole of a job whose step was estimated; of another trainer's its steps alone. ``facts``: those of the
-    estimate; ``layout``: as for `estimate`."""
+    """The whole of a job whose step was estimated; for other trainers its steps only. ``facts``: those of the estimate;
+    ``layout``: as for `estimate`. Raises a VplanError for a card without known seconds."""
     if not estimate.timed:
         fault = f"no seconds are known of {facts.gpu.title}, so no hours either"
         raise VplanError(fault, "leave out --steps, --epochs and --data")
@@ -138,7 +138,7 @@ def whole_job(
     shares, steps, epochs = _shares(configuration, length)
     per_step = _step(estimate, runs, shares)
     training, watts = JobPart(steps, per_step.times(steps)), machine.world * facts.gpu.power_watts
-    if trainer != "vplan":  # how others encode, sample and save is not timed
+    if trainer != "vplan":  # encoding, sampling and saving of other trainers are not timed
         return WholeJob(steps, epochs, {"training": training}, machine.world, watts)
     per_sample = {shape: _encoding(run) for shape, run in runs.items()}
     encoded, count = NOTHING, 0
@@ -164,12 +164,13 @@ def _size(shape: Bucket) -> int:
 
 
 def _times(steps: int, every: int) -> int:
-    """How often something is done that is done after so many steps, and at the end."""
+    """How often something happens that is done ``every`` so many steps and at the end."""
     return -(-steps // every)
 
 
 def _shares(configuration: Configuration, length: JobLength) -> tuple[dict[Bucket, float] | None, int, float | None]:
-    """(share of the micro-batches by shape, steps, epochs), as `trainers.data.sampler` draws them; None: not known."""
+    """(share of the micro-batches by shape, steps, epochs), as `trainers.data.sampler` draws them; shares and epochs
+    are None if the data is unknown."""
     strategy = configuration.strategy
     ranks = configuration.machine.world // strategy.context_parallel
     if length.data is None:
@@ -186,13 +187,13 @@ def _shares(configuration: Configuration, length: JobLength) -> tuple[dict[Bucke
 
 
 def _micro_batch(shape: Bucket, found: ShapeCount) -> int:
-    """Samples of a micro-batch: no sample comes twice in one, so a shape with fewer has smaller ones."""
+    """Samples in a micro-batch. No sample appears twice in one, so it is smaller for a shape with fewer samples."""
     return min(shape.batch_size or 1, max(1, found.draws // found.most))
 
 
 def _step(estimate: Estimate, runs: Mapping[Bucket, Run], shares: Mapping[Bucket, float] | None) -> Span:
-    """Seconds of a step in the mean over the shapes; where their shares are not known, from the fastest shape's to the
-    slowest's. Each shape is off the estimate of the worst one as it is by its work: a measurement holds for all."""
+    """Mean seconds of a step over the shapes; if their shares are unknown, from the fastest shape's to the slowest's.
+    The estimate is of the slowest shape and may include a measurement, so the others are scaled by the same ratio."""
     assert estimate.step_seconds_high is not None
     told = Span(estimate.step_seconds, estimate.step_seconds_high)
     if len(runs) == 1:
@@ -208,11 +209,11 @@ def _step(estimate: Estimate, runs: Mapping[Bucket, Run], shares: Mapping[Bucket
     return mean
 
 
-# ---- beside the steps
+# ---- everything except the steps
 
 
 def _pass_seconds(run: Run, passes: Sequence[ComponentPass]) -> Span:
-    """Seconds of some encoders' or decoders' passes, one after the other."""
+    """Total seconds of passes of encoders or decoders."""
     whole = NOTHING
     for entry in passes:
         work = component_work(entry)
@@ -221,8 +222,8 @@ def _pass_seconds(run: Run, passes: Sequence[ComponentPass]) -> Span:
 
 
 def _encoding(run: Run) -> Span:
-    """Seconds of encoding one sample before training. A model that is given frames beside the noisy ones has them
-    encoded too: one of them (CogVideoX), or a whole clip (Wan)."""
+    """Seconds of encoding one sample before training. For a model conditioned on frames these are encoded too: a single
+    frame (CogVideoX) or a whole clip (Wan), hence the range."""
     cached = encoders(run, "cached", 1)
     once = _pass_seconds(run, cached)
     model = run.facts.model
@@ -237,8 +238,8 @@ def _is_vae(run: Run, entry: ComponentPass) -> bool:
 
 
 def _sample(run: Run, length: JobLength) -> Span:
-    """Seconds of one sample: every noise level's calls of the model, then the VAE. Weights that make room for it go to
-    host RAM and come back; with group offload they come for each call."""
+    """Seconds of one validation sample: the model's calls at every noise level, then the VAE. Weights may move to host
+    RAM and back to make room for the VAE; with group offload they are fetched for each call."""
     facts, job, strategy, model = run.facts, run.job, run.strategy, run.facts.model
     assert facts.sample is not None
     shape = {**validation_grid(job, model), "B": samples_per_call(model, job.guided)}
@@ -256,8 +257,8 @@ def _sample(run: Run, length: JobLength) -> Span:
 
 
 def _checkpoint(estimate: Estimate, facts: Facts, between: float) -> Span:
-    """Seconds that training waits for one checkpoint: until it is copied to host RAM, and longer where writing the one
-    before takes longer than the ``between`` seconds from one to the next; at the most for all of the writing."""
+    """Seconds that training waits for one checkpoint: for the copy to host RAM, and for the previous one if writing it
+    takes longer than the ``between`` seconds between two. The upper bound waits for all of the writing."""
     copied = estimate.disk_bytes / host_rate(facts.gpu, estimate.machine)
     written = estimate.disk_bytes / DISK_BYTES_PER_SECOND
     return Span(copied + max(0.0, written - between), copied + written)

@@ -1,6 +1,6 @@
-"""The work of a training step: what its operators compute and move, summed over the recordings at a shape.
+"""The work of a training step: FLOPs and bytes of its operators, summed over the recordings at a shape.
 
-FLOPs and bytes are exact sums over the recorded operators; `planner.estimate.roofline` says how long a card takes.
+These are exact sums over the recorded operators; `planner.estimate.roofline` turns them into seconds on a card.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Work(NamedTuple):
 Kind = tuple[str, int]
 """(one of tape.KINDS, 1 when its arithmetic is bf16 or fp16)"""
 SizeTerm = tuple[str, int, tuple[int, ...]]
-"""A kind, and the exponents of the tape's atoms that its coefficients are multiplied with."""
+"""A term of symbolic work: (kind, 1 when in 16 bits, exponents of the tape's atoms that its coefficients multiply)."""
 
 
 Choice = Callable[[Block | None], bool]
-"""Whether a block (module list, index) counts, or (None) what is outside the blocks."""
+"""Whether a block (module list, index) counts; None: whether operators outside the blocks do."""
 
 
 class Attention(NamedTuple):
@@ -48,11 +48,11 @@ class Attention(NamedTuple):
     kernel: str = "flash"
     """as `planner.layout.attention_kernel.kernel` names it"""
     plain: str = "flash"
-    """that would run without masks: the one that `vplan calibrate` measures"""
+    """the kernel that would run without masks, which is the one `vplan calibrate` measures"""
     masked: bool = False
-    """whether all of it has a mask"""
+    """whether all of it is masked"""
     over_pairs: bool = False
-    """whether that mask is a matrix of all pairs of tokens, which each head reads anew"""
+    """whether the mask is a matrix over all pairs of tokens, which every head reads"""
 
 
 class StepWork(NamedTuple):
@@ -63,22 +63,22 @@ class StepWork(NamedTuple):
     optimizer: Mapping[Kind, Work] = {}
     """one optimizer step over all trained parameters"""
     forward: Mapping[Kind, Work] = {}
-    """what of the passes is forward; nothing: not told apart"""
+    """the part of ``passes`` that is forward; empty: not distinguished"""
     attention: Attention = Attention()
     recomputed: int = 0
-    """launches of the passes that are forward's, again, inside backward"""
+    """kernel launches of ``passes`` that backward makes to recompute forward"""
     encoding: Mapping[Kind, Work] = {}
-    """of one micro-batch's prompts and clips, where that is not done before training"""
+    """of one micro-batch's prompts and clips, unless they are encoded before training"""
     captured: bool = False
-    """whether the whole step is replayed as one CUDA graph, as it was launched: not by a compiler"""
+    """whether the trainer captures the whole step as one CUDA graph (not a compiler)"""
 
 
 Passes = tuple[dict[Kind, Work], dict[Kind, Work]]
-"""The work of one forward and backward, and what of it is forward."""
+"""(work of one forward and backward, the part of it that is forward)"""
 
 
 def step_work(run: Run, passes: Passes | None = None) -> StepWork:
-    """The work of one step. ``passes``: when they are known already."""
+    """The work of one step. ``passes``: `passes_work` of the run, if already computed."""
     both, forward = _as_trained(run, *(passes or passes_work(run)))
     one_by_one = run.strategy.optimizer != "adamw" or run.strategy.optimizer_step not in ("foreach", "fused")
     optimizer = optimizer_work_of(run.facts.optimizer, "optimizer", run.grid, run.optimizer_scale, one_by_one)
@@ -90,15 +90,15 @@ def step_work(run: Run, passes: Passes | None = None) -> StepWork:
 
 
 FOREACH_ADAMW, FUSED_ADAMW, ADAMW_8BIT, CLIPPING = 18, 7, 4, 2
-"""How often operators that return nothing, which no tape counts the bytes of, read or write a trained parameter, its
-gradient or a moment: AdamW over lists (torch/optim/adamw.py ``_multi_tensor_adamw``: two ``_foreach_mul_`` of 2, lerp_
-and addcmul_ of 3, div_ and add_ of 2, addcdiv_ of 4; the root is recorded), AdamW in one kernel (4 are read and 3
-written), bitsandbytes' (3, and 4 bytes of its moments), and the product that clips gradients."""
+"""How often in-place operators, whose bytes no tape counts, read or write a trained parameter, its gradient or a
+moment: foreach AdamW (torch/optim/adamw.py ``_multi_tensor_adamw``: two ``_foreach_mul_`` of 2, lerp_ and addcmul_ of
+3, div_ and add_ of 2, addcdiv_ of 4; the square root is recorded), fused AdamW (4 reads and 3 writes), bitsandbytes'
+AdamW (3, and 4 bytes of its moments), and the multiplication that clips gradients."""
 
 
 def _in_place_bytes(run: Run) -> int:
-    """What an optimizer step reads and writes by operators that only change their arguments. Moments are stored like
-    their parameters, in torch's AdamW; a trainer's own, which has launches of its own, does without torch's."""
+    """Bytes that in-place operators of an optimizer step read and write. torch's AdamW stores moments in the format of
+    their parameters. A trainer with its own AdamW (`optimizer_launches`) does not run torch's."""
     strategy = run.strategy
     if strategy.optimizer_step == "backward":
         return 0
@@ -111,7 +111,7 @@ def _in_place_bytes(run: Run) -> int:
 
 
 def _as_trained(run: Run, both: dict[Kind, Work], forward: dict[Kind, Work]) -> Passes:
-    """The passes with what a trainer's own blocks move more or less than those recorded."""
+    """The passes, with the difference in bytes between a trainer's own blocks and the recorded ones."""
     own = run.work
     if not own.forward_bytes and not own.backward_bytes:
         return both, forward
@@ -123,17 +123,17 @@ def _as_trained(run: Run, both: dict[Kind, Work], forward: dict[Kind, Work]) -> 
 
 
 def _attention_bytes(nbytes: int) -> dict[Kind, Work]:
-    """The work of attention in 16 bits that reads so many bytes more."""
+    """``nbytes`` of additional reads by attention in 16 bits, as work."""
     return {("attention", 1): Work(0, nbytes)} if nbytes else {}
 
 
 def _pointwise(launches: int, nbytes: int, share: float = 1.0) -> dict[Kind, Work]:
-    """The work of that share of so many pointwise operators, which move so many bytes together."""
+    """The work of a share of ``launches`` pointwise operators that together move ``nbytes``."""
     return {("pointwise", 0): Work(0, round(share * nbytes)), (KERNELS, 0): Work(round(share * launches), 0)}
 
 
 def encoding_work(run: Run) -> dict[Kind, Work]:
-    """The work of the text encoders and the VAE in each micro-batch: of those that are not cached."""
+    """The work per micro-batch of the text encoders and the VAE whose outputs are not cached."""
     total: dict[Kind, Work] = {}
     if not run.samples_only:
         for place in ("resident", "swapped"):
@@ -143,7 +143,7 @@ def encoding_work(run: Run) -> dict[Kind, Work]:
 
 
 def component_work(component: ComponentPass) -> dict[Kind, Work]:
-    """The work of one pass of a text encoder or the VAE, all its tiles together; nothing where it is not recorded."""
+    """The work of one pass of a text encoder or the VAE over all its tiles; empty if it is not recorded."""
     if component.tape is None:
         return {}
     terms = _component_terms(component.tape, component.piece, component.counts)
@@ -159,7 +159,7 @@ def _component_terms(tape: Tape, piece: str, counts: tuple[int, ...] | None) -> 
 
 
 def recomputed_launches(run: Run) -> int:
-    """Launches of the checkpointed blocks' forward, which one backward runs again."""
+    """Kernel launches by which one backward recomputes the checkpointed blocks."""
     strategy, facts = run.strategy, run.facts
     if run.samples_only or strategy.gradient_checkpointing == "none":
         return 0
@@ -170,7 +170,7 @@ def recomputed_launches(run: Run) -> int:
 
 
 def _recomputed_share(run: Run) -> float:
-    """The part of the blocks whose forward one backward runs again."""
+    """The share of blocks that one backward recomputes, 0 to 1."""
     if run.strategy.gradient_checkpointing == "none":
         return 0.0
     return len(run.checkpointed) / run.facts.model.blocks if run.checkpointed else 1.0
@@ -195,8 +195,8 @@ def attention_of(run: Run) -> Attention:
 
 @recording_cache(maxsize=64)
 def _masks_pairs(tape: Tape) -> bool:
-    """Whether a model that masks its attention makes a mask of all pairs of tokens: pointwise operators move as many
-    numbers as its largest attention has pairs. A mask of one row is broadcast, and no operator is as large."""
+    """Whether a model with masked attention builds a mask over all pairs of tokens: then a pointwise operator is as
+    large as the pairs of its largest attention. A mask of one row is broadcast, and no operator is that large."""
     terms = _terms_of_blocks(tape, "", None, True)
     pairs = {exponents: amount.flops for (kind, _, exponents), amount in terms.items() if kind == "attention"}
     largest = max((exponents for exponents in pairs if max(exponents) > 1), key=pairs.__getitem__, default=None)
@@ -204,7 +204,8 @@ def _masks_pairs(tape: Tape) -> bool:
 
 
 def passes_work(run: Run) -> Passes:
-    """The work of one forward and backward; blocks that alone are checkpointed as they are in that recording."""
+    """The work of one forward and backward. With partial checkpointing, the checkpointed blocks come from the recording
+    with checkpointing."""
     return _passes_work(run, ""), _passes_work(run, "forward")
 
 
@@ -220,7 +221,7 @@ def _passes_work(run: Run, passes: str) -> dict[Kind, Work]:
 def _work_of_blocks(
     tape: Tape, grid: Mapping[str, int], passes: str, blocks: frozenset[Block] | None = None, chosen: bool = True
 ) -> dict[Kind, Work]:
-    """The work of a step of these blocks, or of all others where they are not ``chosen``; None: of the whole step."""
+    """The work of a step in ``blocks``, or outside of them if not ``chosen``; None: of the whole step."""
     return evaluate_work(_terms_of_blocks(tape, passes, blocks, chosen), tape.values(grid))
 
 
@@ -235,8 +236,8 @@ def symbolic_work(
 ) -> dict[SizeTerm, Work]:
     """Coefficients of a piece's work at full depth, for every shape: the part to compute once.
 
-    `counts` are the blocks per run, else the full model's. A kept template counts once per block that uses it, or that
-    is among the chosen. `passes`: of this pass alone.
+    `counts`: blocks per run, by default the full model's. A template counts once per block that uses it and that
+    `only` accepts. `passes`: the one pass to count; empty: all.
     """
     counts = counts or [run.count for run in tape.runs]
     sums: dict[SizeTerm, list[int]] = {}
@@ -292,8 +293,8 @@ def add_work(one: Mapping[Kind, Work], other: Mapping[Kind, Work]) -> dict[Kind,
 def optimizer_work_of(
     tape: Tape, piece: str, grid: Mapping[str, int], scale: float, one_by_one: bool
 ) -> dict[Kind, Work]:
-    """The work of an optimizer step: its operators walk over all parameters together, or there are some for each
-    (`one_by_one`), so it grows with their bytes, not by block.
+    """The work of an optimizer step. Its operators run over all parameters at once or for each one (`one_by_one`), so
+    the work grows with their bytes, not by block.
 
     `scale`: bytes of trained parameters of the full model per byte recorded.
     """
@@ -307,12 +308,12 @@ def optimizer_work_of(
 
 @recording_cache(maxsize=256)
 def _recorded_work(tape: Tape, piece: str) -> dict[SizeTerm, Work]:
-    """Of the blocks that were recorded. A search asks for the same ones again and again."""
+    """The work of the recorded blocks; cached, because a search asks for it repeatedly."""
     return symbolic_work(tape, piece, [run.recorded for run in tape.runs])
 
 
 def total_flops(work: StepWork, strategy: Strategy) -> int:
-    """Floating-point operations of one step, recomputation included."""
+    """Floating-point operations of one step, including recomputation."""
     parts = (work.passes, work.optimizer, work.encoding)
     passes, optimizer, encoding = (
         sum(item.flops for (kind, _), item in part.items() if kind != KERNELS) for part in parts

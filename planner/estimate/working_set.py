@@ -1,7 +1,7 @@
-"""What becomes of a plan on a Mac: within what macOS recommends for the GPU, beyond it, or beyond what PyTorch allows.
+"""Whether a plan on a Mac stays within the working set that macOS recommends for the GPU, exceeds it, or fails.
 
-Metal's ``recommendedMaxWorkingSetSize`` is the budget. Beyond it a run goes on: PyTorch fails at 1.7 times as much
-(`planner.allocator.mps`), and until then macOS makes room by moving memory to disk.
+Metal's ``recommendedMaxWorkingSetSize`` is the budget. A run may exceed it: PyTorch fails at 1.7 times that size
+(`planner.allocator.mps`), and until then macOS makes room by swapping memory to disk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from planner.spec.plan import Estimate
 from planner.units import format_gib
 
 SWAPS, MAY_SWAP, FAILS = "swaps: ", "may swap: ", "fails: "
-"""How the sentence about a plan that is not within the working set begins."""
+"""Prefixes of the sentence about a plan that exceeds the working set."""
 
 NOT_COMPARED = (
     "no run on a Mac was compared with an estimate: counted is what PyTorch's heaps take; the range goes 60 % further "
@@ -28,8 +28,8 @@ NO_SECONDS = "no seconds: what PyTorch's kernels reach on Apple's GPUs is not pu
 
 
 def with_macos_limits(estimate: Estimate, runs: Sequence[Run], played: Sequence[ReplayedStage]) -> Estimate:
-    """An estimate for one of Apple's GPUs, with what becomes of it in words; what fails is no fit. ``runs``: one for
-    each shape; ``played``: their stages, replayed without a limit."""
+    """The estimate for an Apple GPU, with a sentence about the working set among its assumptions; the verdict of a plan
+    that fails is `no`. ``runs``: one for each shape; ``played``: their stages, replayed without a limit."""
     told = (NOT_COMPARED, NOT_ENCODED, NO_SECONDS)
     if fault := _failure(estimate, runs, played):
         words = (f"{FAILS}{fault}", *told)
@@ -40,7 +40,7 @@ def with_macos_limits(estimate: Estimate, runs: Sequence[Run], played: Sequence[
 
 
 def _beyond(estimate: Estimate) -> str:
-    """What a plan needs more of than there is, and what that means."""
+    """Which limit a plan exceeds, and the consequence."""
     budget, usable = estimate.budget_bytes, estimate.machine.host_ram
     limit = format_gib(watermark_bytes(budget, HIGH_WATERMARK))
     moves = f"PyTorch does not fail below {limit}, but macOS moves memory to disk, which is slow"
@@ -52,7 +52,7 @@ def _beyond(estimate: Estimate) -> str:
 
 
 def _failure(estimate: Estimate, runs: Sequence[Run], played: Sequence[ReplayedStage]) -> str:
-    """Why PyTorch raises an error, if it does."""
+    """Why PyTorch raises an error; empty if it does not."""
     gpu = runs[0].facts.gpu
     longest, most = max(map(_longest, runs)), apple_cards.max_buffer_bytes(gpu)
     if longest >= most:
@@ -70,10 +70,10 @@ def _failure(estimate: Estimate, runs: Sequence[Run], played: Sequence[ReplayedS
 
 
 def _longest(run: Run) -> int:
-    """The bytes of the longest tensor that a run makes."""
+    """Bytes of a run's largest tensor."""
     return max(run.sizes[event] for _, stage in run.stages for event in stage.ops if event >= 0)
 
 
 def headline(assumptions: Sequence[str]) -> str:
-    """The sentence about swapping or failing among an answer's assumptions; empty where there is none."""
+    """The sentence about swapping or failing among the assumptions; empty if there is none."""
     return next((note for note in assumptions if note.startswith((SWAPS, MAY_SWAP, FAILS))), "")

@@ -1,6 +1,6 @@
 """How close estimates are to measurements: the error of each row, and statistics over all of them (docs/accuracy.md).
 
-The estimator is a parameter: this file knows how to compare, not how to predict.
+The estimator is a parameter: this module compares but does not predict.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from planner.spec.plan import RAN, RAN_OUT, Estimate, PhaseName, PhasePeak, Verd
 from planner.units import gib
 
 PEAKS: tuple[Counter, ...] = ("allocated", "reserved", "device", "unknown")
-"""Counters of a run's peak; with `unknown`, whoever printed the number did not say which of the three it is."""
+"""Counters of a run's peak; `unknown` if the publisher does not say which of the three it is."""
 
 AFTER_STEP: Counter = "allocated_after_step"
-"""No peak: what stays when a step is over. Its errors are never averaged with those of peaks."""
+"""Not a peak but what stays allocated after a step. Its errors are never averaged with those of peaks."""
 
 WITH_VALIDATION: Counter = "reserved_with_validation"
-"""The peak of training and of the validation behind it, whose errors are kept apart from those of training alone."""
+"""The peak of training and the following validation. Its errors are kept separate from those of training alone."""
 
 APART: tuple[Counter, ...] = (AFTER_STEP, WITH_VALIDATION)
 
@@ -44,14 +44,14 @@ class Prediction:
     basis: str
     low: float = 1.0
     high: float = 1.0
-    """what the estimate allows for, as shares of the prediction: low_bytes and high_bytes by device_bytes"""
+    """the estimate's range relative to the prediction: low_bytes and high_bytes divided by device_bytes"""
     budget_bytes: int = 0
     step_seconds: float | None = None
     phases: Mapping[PhaseName, PhasePeak] = field(default_factory=dict)
 
     def during(self, phases: Collection[str], *, judged: bool = False) -> Prediction:
-        """The prediction over these phases alone: the highest of each peak, and with ``judged`` a verdict by them. The
-        prediction itself where it has none of these phases."""
+        """The prediction over only these phases: the maximum of each peak, and with ``judged`` the verdict for it. The
+        prediction itself if it has none of these phases."""
         seen = [peak for phase, peak in self.phases.items() if phase in phases]
         if not seen:
             return self
@@ -87,14 +87,14 @@ class Prediction:
 
 
 Predict = Callable[[Configuration, str], Prediction]
-"""Of a run of the trainer the string names."""
+"""The prediction for a run of the named trainer."""
 
 AfterStep = Callable[[Configuration, str], int]
-"""Bytes that stay allocated when a step is over."""
+"""Bytes that stay allocated after a step of the named trainer."""
 
 
 class PredictedRange(NamedTuple):
-    """A predicted number, GiB: three times the same, but for counter `unknown`."""
+    """A predicted number in GiB: three equal values, except for the counter `unknown`."""
 
     low: float
     best: float
@@ -102,35 +102,35 @@ class PredictedRange(NamedTuple):
 
     @property
     def of_rehearsal(self) -> float:
-        """What the rehearsal of the run is compared with: of counter `unknown` both are the device's."""
+        """The value to compare with a rehearsal, which for the counter `unknown` has the device's bytes."""
         return self.high
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One predicted number with its measurement; without `measured`, a verdict with the outcome of the run."""
+    """One predicted number with its measurement; without ``measured``, a verdict with the outcome of the run."""
 
     row: Row
     counter: Counter
     measured: Interval | None
     judges: bool
-    """the one of its run's numbers that counts in the summary of verdicts"""
+    """whether it counts in the summary of verdicts, which one number of each run does"""
     predicted: PredictedRange | None = None
     allowed: tuple[float, float] = (1.0, 1.0)
-    """shares of the prediction between which the measurement was promised to be"""
+    """the bounds of the estimate's range, relative to the prediction"""
     verdict: Verdict | None = None
     predicted_seconds: float | None = None
-    """of a step, at its best"""
+    """of a step, in the usual case"""
     basis: str | None = None
     family: str | None = None
     unsupported: str | None = None
     """why nothing is predicted"""
     rehearsed_gib: float | None = None
-    """the same number in a rehearsal of a published run, where there was one"""
+    """the same number in a rehearsal of a published run, if there is one"""
 
     @property
     def predicted_gib(self) -> float | None:
-        """The predicted number; of a predicted range, the value nearest to the measured interval."""
+        """The predicted number; for a range, its value nearest to the measured interval."""
         if self.predicted is None:
             return None
         low, best, high = self.predicted
@@ -138,7 +138,7 @@ class Comparison:
 
     @property
     def error_pct(self) -> float | None:
-        """Signed distance to the interval, relative to its nearer bound; 0 inside, negative when predicted too low."""
+        """The signed distance to the interval in per cent of its nearer bound; 0 inside, negative if too low."""
         predicted = self.predicted_gib
         if self.measured is None or predicted is None:
             return None
@@ -147,13 +147,13 @@ class Comparison:
 
     @property
     def promised_gib(self) -> tuple[float, float]:
-        """low..high, taken around this counter as it is around the device's. Needs a prediction."""
+        """The estimate's range, applied to this counter as to the device bytes. Needs a prediction."""
         assert self.predicted is not None
         return self.predicted.low * self.allowed[0], self.predicted.high * self.allowed[1]
 
     @property
     def inside(self) -> bool | None:
-        """Whether the measured interval meets low..high; None without two numbers to compare."""
+        """Whether the measured interval overlaps the estimate's range; None if either is missing."""
         if self.measured is None or self.predicted is None:
             return None
         low, high = self.promised_gib
@@ -161,14 +161,14 @@ class Comparison:
 
     @property
     def missed(self) -> str | None:
-        """`under`: said fits, ran out; `false_refusal`: said no, ran; None when the verdict was right."""
+        """`under`: predicted to fit but ran out; `false_refusal`: predicted not to fit but ran; None if right."""
         ran_out = self.row.outcome in RAN_OUT
         if ran_out and self.verdict == "fits":
             return "under"
         return "false_refusal" if not ran_out and self.verdict == "no" else None
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as a row of `vplan accuracy --json`: GiB, per cent and verdicts by name."""
+        """The comparison as a row of `vplan accuracy --json`."""
         low, high = self.promised_gib if self.predicted else (None, None)
         return {
             "id": self.row.id,
@@ -200,7 +200,7 @@ def _within(value: float, interval: Interval) -> float:
 
 
 def only(rows: Sequence[Row], text: str) -> list[Row]:
-    """The rows whose id or model contains the text, in any case; a VplanError when there are none."""
+    """The rows whose id or model contains the text, ignoring case. Raises a VplanError if there are none."""
     matches = [row for row in rows if text.lower() in row.id.lower() or text.lower() in row.job.model.lower()]
     if not matches:
         names = {row.job.model for row in rows} | {row.id for row in rows}
@@ -210,20 +210,20 @@ def only(rows: Sequence[Row], text: str) -> list[Row]:
 
 
 def compare(rows: Iterable[Row], predict: Predict, after_step: AfterStep) -> list[Comparison]:
-    """Compares every measured number of every row with its prediction. Where there is no prediction, the comparison
-    holds the reason instead."""
+    """Compares every measured number of every row with its prediction. If there is no prediction, the comparison has
+    the reason."""
     return [compared for row in rows for compared in _compare(row, predict, after_step)]
 
 
 def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Comparison]:
-    """The row's numbers, all from one prediction; one entry for the verdict alone where it has no numbers."""
+    """A comparison for each of the row's numbers, all from one prediction; without numbers, one for the verdict."""
     numbers: list[tuple[Counter, Interval | None]] = [(interval.counter, interval) for interval in row.intervals]
     numbers = numbers or [(row.counter, None)]
     try:
         configuration, family = _configuration_of(row)
         prediction = predict(configuration, row.trainer)
         skipped = SEPARATE_PHASES - row.phases if row.phases else frozenset()
-        if prediction.peaks_in(skipped):  # a probe of ours encodes nothing, so that cannot be what it ran out of
+        if prediction.peaks_in(skipped):  # the probe skipped that phase, so it cannot have run out of memory there
             prediction = prediction.during(prediction.phases.keys() - skipped, judged=True)
         prediction = prediction.during(_seen(row, configuration.strategy), judged=row.states_come_last)
         stays = after_step(configuration, row.trainer) if numbers[0][0] == AFTER_STEP else 0
@@ -238,7 +238,7 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Comparis
             row=row,
             counter=counter,
             measured=interval,
-            judges=interval == numbers[0][1] and counter != WITH_VALIDATION,  # its run is judged by its training
+            judges=interval == numbers[0][1] and counter != WITH_VALIDATION,  # a verdict is about training
             predicted=_range(counter, prediction, stays),
             allowed=(prediction.low, prediction.high),
             verdict=prediction.verdict,
@@ -251,8 +251,8 @@ def _compare(row: Row, predict: Predict, after_step: AfterStep) -> list[Comparis
 
 
 def _seen(row: Row, strategy: Strategy) -> tuple[str, ...]:
-    """The phases that a row's number is the peak of. Published ones are of training; what was cached before it is not
-    in them, unless the same run cached it."""
+    """The phases that a row's number covers. Published numbers cover training, and caching before it only if the same
+    run did it."""
     if row.phases:
         return tuple(row.phases)
     if row.whole_run:
@@ -260,13 +260,14 @@ def _seen(row: Row, strategy: Strategy) -> tuple[str, ...]:
     encodes = ("encode",) if "cached" not in (strategy.text_encoder, strategy.vae) else ()
     before = encodes if row.reset_after_load else ("load", *encodes)
     validation = ("denoise", "decode") if any(one.counter == WITH_VALIDATION for one in row.intervals) else ()
-    # A forward or backward of a run that ended with the first optimizer step never saw optimizer states.
+    # In a run that ended with the first optimizer step, no forward or backward ran with optimizer states.
     steps = ("first_step",) if row.states_come_last else ("first_step", "train", "optimizer")
     return (*before, *steps, *validation)
 
 
 def _configuration_of(row: Row) -> tuple[Configuration, str]:
-    """Names looked up and open fields filled in, as for a question typed by hand; last, the model's family."""
+    """(the row's configuration with names looked up and open fields filled in, the model's family). Raises a VplanError
+    for a row that cannot be estimated."""
     if row.unsupported:
         raise VplanError(row.unsupported)
     if row.outcome not in RAN | RAN_OUT:
@@ -308,7 +309,7 @@ def answer(compared: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def summary(compared: Sequence[Comparison]) -> dict[str, Any]:
-    """Errors by counter, by implementation (all peaks, and each of its counters) and the verdicts against outcomes."""
+    """Errors by counter and by implementation (all peaks, and each of its counters), and verdicts against outcomes."""
     implementations = dict.fromkeys(entry.row.implementation for entry in compared)
     return {
         **{counter: error_statistics(entry for entry in compared if entry.counter == counter) for counter in PEAKS},
@@ -326,7 +327,7 @@ def summary(compared: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def _verdicts(compared: Sequence[Comparison]) -> dict[str, int]:
-    """How many verdicts there are, and how many are wrong either way."""
+    """The number of verdicts, and how many are wrong either way."""
     judged = [entry for entry in compared if entry.judges]
     return {
         "n": len(judged),
@@ -336,7 +337,7 @@ def _verdicts(compared: Sequence[Comparison]) -> dict[str, int]:
 
 
 def _measured_peaks(compared: Sequence[Comparison]) -> dict[str, Any]:
-    """What is no measurement of a peak, with the reason, and the same figures by implementation without it."""
+    """The rows that do not measure a peak, with the reasons, and the statistics by implementation without them."""
     left_out = {entry.row.id: entry.row.not_a_peak for entry in compared if entry.row.not_a_peak}
     without = sorted({entry.row.implementation for entry in compared if entry.row.not_a_peak})
     kept = [entry for entry in compared if not entry.row.not_a_peak]
@@ -345,7 +346,7 @@ def _measured_peaks(compared: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def coverage(compared: Iterable[Comparison]) -> dict[str, Any]:
-    """For measured peaks: how many there are, the share that lies inside low..high, and the range's median width in per
+    """For measured peaks: their number, the percentage inside the estimate's range, and the range's median width in per
     cent of the prediction."""
     peaks = [entry for entry in compared if entry.counter != AFTER_STEP and entry.inside is not None]
     widths = [100 * (entry.allowed[1] - entry.allowed[0]) for entry in peaks]
@@ -357,7 +358,7 @@ def coverage(compared: Iterable[Comparison]) -> dict[str, Any]:
 
 
 def _by_counter(compared: Sequence[Comparison]) -> dict[str, Any]:
-    """The spread over all peaks, and beside it that of each counter there is."""
+    """The error statistics over all peaks, and of each counter that occurs."""
     counters = [counter for counter in (*PEAKS, *APART) if any(entry.counter == counter for entry in compared)]
     return {
         **error_statistics(entry for entry in compared if entry.counter in PEAKS),
@@ -366,12 +367,12 @@ def _by_counter(compared: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def error_statistics(compared: Iterable[Comparison]) -> dict[str, Any]:
-    """How many errors there are (`n`), with their mean, median and largest magnitude in per cent; None without any."""
+    """The number of errors (`n`), and their mean, median and maximum magnitude in per cent; None if there are none."""
     return distances([entry.error_pct for entry in compared if entry.error_pct is not None])
 
 
 def distances(signed_pct: Sequence[float]) -> dict[str, Any]:
-    """`error_statistics` in per cent."""
+    """`error_statistics` of signed errors in per cent."""
     errors = list(map(abs, signed_pct))
     return {
         "n": len(errors),
@@ -382,7 +383,7 @@ def distances(signed_pct: Sequence[float]) -> dict[str, Any]:
 
 
 def by_family(compared: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
-    """The spread over the peaks of each family of models, by its name."""
+    """The error statistics over the peaks of each model family, by its name."""
     families = sorted({entry.family for entry in compared if entry.family})
     return {
         family: error_statistics(entry for entry in compared if entry.family == family and entry.counter in PEAKS)
@@ -391,7 +392,7 @@ def by_family(compared: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
 
 
 def by_grid(compared: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
-    """The spread of each counter and the coverage of each grid's rows, by the grid's name."""
+    """The error statistics, coverage and verdicts of each grid's rows, by the grid's name."""
     grids = sorted({entry.row.grid for entry in compared if entry.row.grid})
     found = {}
     for name in grids:
@@ -401,7 +402,7 @@ def by_grid(compared: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
 
 
 def worst_first(compared: Sequence[Comparison]) -> list[Comparison]:
-    """Missed verdicts, then numbers by the size of their error, then verdicts that were met."""
+    """Comparisons in this order: wrong verdicts, then numbers by the size of their error, then right verdicts."""
 
     def badness(entry: Comparison) -> tuple[bool, float]:
         return entry.missed is None, -abs(entry.error_pct) if entry.error_pct is not None else 1.0

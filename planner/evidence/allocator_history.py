@@ -1,8 +1,8 @@
-"""Why an estimate is off: the events of the tape beside those that torch's allocator recorded on a GPU, in order.
+"""Finds out why an estimate is off: compares a tape's events with those that torch's allocator recorded on a GPU.
 
-`vplan probe PLAN --record-history FILE` writes the second kind as JSON, out of `torch.cuda.memory._snapshot()` in the
-probe's own process: nobody reads a pickle. An entry of `device_traces` has `action`, `addr`, `size`, `stream` and
-`frames` (torch/cuda/memory.py, TraceEntry, alike in 2.11 and 2.13); `size` is what was asked for, before rounding
+`vplan probe PLAN --record-history FILE` writes the latter as JSON, from `torch.cuda.memory._snapshot()` in the probe's
+process, so that no pickle has to be read. An entry of `device_traces` has `action`, `addr`, `size`, `stream` and
+`frames` (torch/cuda/memory.py, TraceEntry, the same in 2.11 and 2.13); `size` is the requested size, before rounding
 (c10/cuda/CUDACachingAllocator.cpp, record_trace in alloc_found_block and free_block).
 """
 
@@ -27,22 +27,22 @@ from planner.units import MIB
 from planner.untrusted import read_bytes
 
 LARGEST_BYTES = 1 << 30
-"""Of a history's file: some ten million events."""
+"""Limit on a history's file: some ten million events."""
 
 LEAST_BYTES = MIB
-"""Events below this are left out: a real step has scalars and seeds that no peak knows of."""
+"""Smaller events are left out: a real step has scalars and seeds that do not affect peaks."""
 
 WINDOW = 64
-"""Events on either side within which two histories are brought together again."""
+"""How many events of either side may be skipped to align the two histories again."""
 
 AGREED = 6
-"""Like events in a row that show that they are."""
+"""How many equal events in a row mean that they are aligned."""
 
 MOST = 20
-"""Differences of a phase that are told."""
+"""How many differences of a phase are reported."""
 
 ACTIONS = {"alloc": "alloc", "free_completed": "free"}
-"""What of torch's actions the tape knows. `free_requested` comes first, where another stream still has the memory."""
+"""torch's action -> the tape's. `free_requested` is left out: another stream may still use the memory then."""
 
 
 class AllocatorEvent(NamedTuple):
@@ -50,22 +50,22 @@ class AllocatorEvent(NamedTuple):
 
     kind: str
     nbytes: int
-    """rounded as the allocator rounds"""
+    """rounded like in the allocator"""
     where: str
-    """of the tape: pass, module, category and operator; of a run: the innermost line of Python"""
+    """on the tape: pass, module, category and operator; in a run: the innermost line of Python"""
 
 
 class Difference(NamedTuple):
     """One place where the tape and the GPU's history disagree, with the events of both sides."""
 
     at: int
-    """place among the tape's events of that phase"""
+    """index among the tape's events of that phase"""
     what: str
-    """``size``, ``missing`` (the run does it, the tape does not), ``extra``, ``order`` or ``other``"""
+    """``size``, ``missing`` (only in the run), ``extra`` (only on the tape), ``order`` or ``other``"""
     tape: tuple[AllocatorEvent, ...]
     run: tuple[AllocatorEvent, ...]
     module: str
-    """where in the model"""
+    """the place in the model"""
 
     def to_json(self) -> dict[str, Any]:
         """The difference as plain JSON values."""
@@ -81,11 +81,11 @@ class PhaseComparison:
     events: int
     tape_events: int
     peak_bytes: int
-    """highest sum of what the phase's own events allocated and freed"""
+    """peak of the bytes that the phase's own events allocate"""
     tape_peak_bytes: int
     differences: tuple[Difference, ...]
     parted: bool
-    """whether the two could not be brought together again behind the last difference"""
+    """whether the two could not be aligned again after the last difference"""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class History:
     torch: str
     gpu: str
     phases: tuple[tuple[str, int], ...]
-    """(name, number of its first event)"""
+    """(name, index of its first event)"""
     events: list[list[Any]]
     frames: tuple[str, ...]
 
@@ -121,7 +121,7 @@ class History:
 
 
 def read_history(path: str | Path) -> History:
-    """The history in a file that a probe wrote; a VplanError that names the file and its fault."""
+    """The history in a file that a probe wrote. Raises a VplanError that names the file and what is wrong with it."""
     path = Path(path)
     fix = "write it with `vplan probe PLAN.toml --record-history FILE`"
     try:
@@ -164,7 +164,7 @@ def _is_whole_number(value: object) -> bool:
 
 
 def probed_run(plan: Plan) -> Run:
-    """The run of a plan at its largest shape: the one that a probe steps."""
+    """The run of a plan at its largest shape, the one that a probe measures."""
     configuration = plan.configuration
     facts = load_facts(configuration)
     largest = max(grids(facts.model, plan.job), key=lambda at: at["B"] * (at["F"] * at["H"] * at["W"] + at["T"]))
@@ -195,8 +195,8 @@ def _where(moment: Moment, run: Run, buffer: int) -> str:
 
 
 def compare(history: History, least: int = LEAST_BYTES) -> Iterator[PhaseComparison]:
-    """Compares every phase that both the plan's tape and the GPU's history have, in the order in which they run; events
-    under `least` bytes are left out."""
+    """Compares every phase that both the plan's tape and the GPU's history have, in execution order, without events
+    below ``least`` bytes."""
     tape = on_tape(probed_run(history.plan), least)
     for phase in dict.fromkeys(name for name, _ in history.phases):
         if phase in tape:
@@ -204,8 +204,8 @@ def compare(history: History, least: int = LEAST_BYTES) -> Iterator[PhaseCompari
 
 
 def in_order(events: Iterable[AllocatorEvent]) -> list[AllocatorEvent]:
-    """The same events, with frees that follow each other from the largest to the smallest: Python frees the locals of a
-    function in the order of their slots, and nothing is allocated in between."""
+    """The same events, with consecutive frees sorted from the largest to the smallest, because their order does not
+    matter: Python frees the locals of a function in the order of their slots, with no allocation in between."""
     ordered: list[AllocatorEvent] = []
     for kind, group in itertools.groupby(events, key=lambda event: event.kind):
         together = list(group)
@@ -216,8 +216,8 @@ def in_order(events: Iterable[AllocatorEvent]) -> list[AllocatorEvent]:
 def compare_phase(
     phase: str, tape: Sequence[AllocatorEvent], run: Sequence[AllocatorEvent], most: int = MOST
 ) -> PhaseComparison:
-    """Aligns the events of one phase of both sides by order, kind and size, and lists where they differ, up to ``most``
-    places. Frees that follow each other count in any order."""
+    """Aligns the events of one phase of both sides by kind and size, and lists up to ``most`` differences. The order of
+    consecutive frees does not matter."""
     tape, run = in_order(tape), in_order(run)
     differences: list[Difference] = []
     one = other = 0
@@ -244,12 +244,12 @@ def _alike(one: AllocatorEvent, other: AllocatorEvent) -> bool:
 def _together(
     tape: Sequence[AllocatorEvent], run: Sequence[AllocatorEvent], one: int, other: int
 ) -> tuple[int, int] | None:
-    """How many events to leave out on either side, as few as can be, so that those behind agree; None: no number does.
+    """The least numbers of events to skip on either side so that the following events agree; None if there are none.
 
-    What is left of both sides may also end there.
+    Both sides may also end there.
     """
     for more in range(1, 2 * WINDOW + 1):
-        # A changed event before one that one side lacks: both explain as much, and the first is one cause.
+        # Prefer a changed event to events missing on one side: it explains as much with a single cause.
         for first in sorted(range(more + 1), key=lambda count: abs(2 * count - more)):
             at, beside = one + first, other + more - first
             if first > WINDOW or more - first > WINDOW or at > len(tape) or beside > len(run):
@@ -272,7 +272,7 @@ def _what(tape: Sequence[AllocatorEvent], run: Sequence[AllocatorEvent]) -> str:
 
 
 def _module(tape: Sequence[AllocatorEvent], at: int) -> str:
-    """Where in the model the tape is at one of its events, or behind its last."""
+    """The place in the model of one of the tape's events, or of its last one."""
     return tape[min(at, len(tape) - 1)].where if tape else ""
 
 

@@ -1,6 +1,6 @@
-"""What `vplan calibrate` found out about a GPU under a driver and a torch, and where it is kept.
+"""The results of `vplan calibrate` for a GPU under a driver and a torch release, and their files.
 
-One file each in the user's folder, replaced whole. `calibrated` puts what was measured in the place of what is listed.
+There is one file for each in the user's folder. `calibrated` replaces a card's listed values by the measured ones.
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
@@ -28,7 +28,7 @@ class Rates(Record):
     """The rates that large kernels and copies reached in a calibration."""
 
     matmul_flops_per_second: NotNegative
-    """bf16, fp32 added up"""
+    """bf16 with fp32 accumulation"""
     attention_forward_flops_per_second: NotNegative
     attention_backward_flops_per_second: NotNegative
     copy_bytes_per_second: NotNegative
@@ -48,20 +48,20 @@ class Calibration(Record):
     time: str
     """ISO 8601, UTC"""
     total_bytes: Bytes | None = None
-    """what the card gives: torch `total_memory`"""
+    """the card's allocatable memory: torch `total_memory`"""
     context_bytes: Bytes | None = None
-    """of a process that has done nothing yet; None where NVML does not tell"""
+    """the CUDA context of a process that has done nothing yet; None if NVML does not tell"""
     kernels: dict[str, Bytes | None] = {}
-    """what the first run of a kind of kernel adds beside torch's allocator"""
+    """by kind of kernel: what its first run adds outside torch's allocator"""
     workspaces: dict[str, Bytes | None] = {}
-    """what it leaves inside"""
+    """by kind of kernel: what its first run leaves in torch's allocator"""
     rates: Rates
     launch_seconds: NotNegative | None = None
-    """CPU time of one operator of a training step, with all the Python around it"""
+    """CPU time of one operator of a training step, including the Python code around it"""
 
     @property
     def outside_bytes(self) -> int | None:
-        """Bytes of the CUDA context and loaded kernels together; None where NVML does not tell."""
+        """Bytes of the CUDA context and loaded kernels together; None if NVML does not tell."""
         if self.context_bytes is None or None in self.kernels.values():
             return None
         return self.context_bytes + sum(nbytes or 0 for nbytes in self.kernels.values())
@@ -73,13 +73,13 @@ class Calibration(Record):
 
 
 def path_of(gpu: str, driver: str, torch: str) -> Path:
-    """The file of the calibration of a GPU under a driver and a torch. It need not exist."""
+    """The calibration file of a GPU under a driver and a torch. It need not exist."""
     return user_data.folder() / FOLDER / f"{user_data.name_for(f'{gpu}-{driver}-{torch}')}.json"
 
 
 def write(calibration: Calibration) -> Path:
-    """Writes a calibration over the one of the same GPU, driver and torch; returns its path. Raises a VplanError when
-    it cannot be written."""
+    """Writes a calibration, replacing the one of the same GPU, driver and torch; returns its path. Raises a VplanError
+    if it cannot be written."""
     path = path_of(calibration.gpu, calibration.driver, calibration.torch)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,8 @@ def write(calibration: Calibration) -> Path:
 
 
 def read(gpu: str, driver: str, torch: str) -> Calibration | None:
-    """The calibration of a GPU under a driver and a torch; None when there is none. A damaged one is a VplanError."""
+    """The calibration of a GPU under a driver and a torch; None if there is none. Raises a VplanError for a damaged
+    file."""
     path = path_of(gpu, driver, torch)
     try:
         data: Any = json.loads(read_bytes(path))
@@ -105,8 +106,8 @@ def read(gpu: str, driver: str, torch: str) -> Calibration | None:
 
 
 def calibrated(card: GpuProfile, calibration: Calibration) -> GpuProfile:
-    """A card with what was measured of it: memory, context, rates. Rates of other formats keep their proportion."""
-    card, rates = card.replace(matmul_tflops=None), calibration.rates  # what others measured of such a card gives way
+    """A card with the measured memory, context and rates. Rates of other dtypes are scaled in proportion."""
+    card, rates = card.replace(matmul_tflops=None), calibration.rates  # replaces what others measured on such a card
     matmul = rates.matmul_flops_per_second / matmul_efficiency(card) / 1e12
     share = matmul / card.bf16_tflops if card.bf16_tflops else 1.0
     changes: dict[str, object] = {

@@ -1,7 +1,7 @@
-"""What the ledgers say about one model on one card: their rows, each compared with what the recordings alone predict.
+"""Learns from the ledgers about one model on one card: compares their rows with what the recordings alone predict.
 
-Estimating every row again would take longer than the question itself. So the predictions are cached in the user's
-folder, until something they depend on changes.
+Estimating every row again would take longer than answering a question. So the predictions are cached in the user's
+folder until something that they depend on changes.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from planner.layout.run import Facts
 from planner.spec.plan import RAN_OUT, Environment, Measured, PhaseName, PhasePeak
 
 NEWEST = 48
-"""Rows of one model on one class of card that are looked at, the newest ones."""
+"""How many of the newest rows of one model on one class of card are used."""
 
 KEPT = "predictions.json"
-"""What recordings predict of rows, in the user's folder."""
+"""The file of cached predictions in the user's folder."""
 
 _predictions_here: dict[str, dict[str, Any]] = {}
-"""Fingerprint -> the same, in this process: a computer that only reads rows has no such folder."""
+"""Fingerprint -> predictions, cached in this process too, because the user's folder need not exist."""
 
 
 class InstalledSetup(NamedTuple):
-    """This computer, as far as it is known; None for what it does not have."""
+    """This computer's card and software; None for what it does not have."""
 
     gpu: str | None
     driver: str | None
@@ -47,8 +47,8 @@ class InstalledSetup(NamedTuple):
     diffusers: str | None
 
     def agrees(self, env: Environment) -> bool:
-        """Whether nothing here contradicts that a measurement would come out the same: libraries, and of the same card
-        its driver. (A computer without the card plans for one that has it.)"""
+        """Whether a measurement in this environment would give the same result, as far as is known here: the libraries
+        agree, and if the card is the same, its driver. (A computer without the card may plan for one with it.)"""
         libraries = self.torch in (None, env.torch) and self.diffusers in (None, env.diffusers)
         return libraries and (self.gpu != env.gpu or self.driver in (None, env.driver))
 
@@ -56,8 +56,8 @@ class InstalledSetup(NamedTuple):
 @functools.cache
 def installed_setup() -> InstalledSetup:
     """The first card of this machine, its driver, and the installed torch and diffusers; None for what is missing."""
-    in_browser = sys.platform == "emscripten"  # in a variable, or mypy takes the rest for unreachable
-    if in_browser:  # none of them, and no psutil or NVML to say so
+    in_browser = sys.platform == "emscripten"  # a variable, because mypy would consider the rest unreachable
+    if in_browser:  # has none of them, and neither psutil nor NVML
         return InstalledSetup(None, None, None, None)
     from planner.hardware import doctor  # NVML is asked only where there are measurements
 
@@ -68,7 +68,7 @@ def installed_setup() -> InstalledSetup:
 
 
 def _newest(model: str, gpu: GpuProfile) -> list[ProbeRow]:
-    """The newest of our own rows that are about a model on a card, oldest first: the user's, then the bundled ones."""
+    """The newest of our own rows of a model on a card, oldest first; from the user's ledger, then bundled ones."""
     paths = [default_path(), *sorted(profiles.MEASUREMENTS.glob("*.jsonl"), reverse=True)]
     found: list[ProbeRow] = []
     for path in paths:
@@ -81,7 +81,8 @@ def _newest(model: str, gpu: GpuProfile) -> list[ProbeRow]:
 def _read(
     path: Path, written_ns: int, model: str, gpu: GpuProfile, installed: Callable[[], InstalledSetup]
 ) -> tuple[ProbeRow, ...]:
-    """The newest first. ``installed``: as `installed_setup`, asked only where a row is of this model on this card."""
+    """A file's rows of a model on a card, newest first. ``installed``: `installed_setup`, called only if there are such
+    rows."""
 
     @functools.cache
     def is_of(card: str, planned: str | None, is_capped: bool) -> bool:
@@ -113,10 +114,10 @@ def _table(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def measurements_of(
     model: str, gpu: GpuProfile, trainer: str = "vplan", probes: Sequence[ProbeRow] | None = None
 ) -> ModelMeasurements:
-    """What measurements say about a bundled or own model on a card; nothing about other trainers.
+    """What measurements say about a bundled or own model on a card; nothing for other trainers.
 
     ``probes`` replaces the ledgers' rows. Simulated rows and rows without numbers from a GPU are ignored. Rows of the
-    held-out half of a grid only say how that very plan ended.
+    held-out half of a grid are only used as the outcome of exactly their plan.
     """
     if trainer != "vplan":
         return NO_MEASUREMENTS
@@ -141,19 +142,19 @@ def measurements_of(
 
 
 def _minor(version: str) -> list[str]:
-    """The major and minor version: 2.13.0+cu130 gives 2, 13. Allocator and kernels are assumed to change only with
+    """The major and minor version: 2.13.0+cu130 gives 2, 13. The allocator and kernels are assumed to change only with
     these."""
     return version.split("+")[0].split(".")[:2]
 
 
 def stands_for(row: ProbeRow, gpu: GpuProfile) -> bool | None:
-    """Whether a row is from such a card (True), or from a larger one that was capped to its memory (False); None for
-    neither. A class of cards is represented by each of its reference cards."""
+    """True if a row is from such a card, False if it is from a larger one that was capped to its memory, None for other
+    cards. A class of cards is represented by each of its reference cards."""
     return _stands_for(row.machine.gpu, row.planned_gpu if row.capped_bytes is not None else None, gpu)
 
 
 def _stands_for(measured: str, planned: str | None, gpu: GpuProfile) -> bool | None:
-    """``planned``: the card of a plan that ran capped to it."""
+    """As `stands_for`. ``planned``: the plan's card if the run was capped to its memory."""
     with contextlib.suppress(VplanError):
         card, group = card_lookup.gpu(measured), card_lookup.gpu_class(gpu.name)
         if card.name == gpu.name or (group and card.name in group.reference):
@@ -166,11 +167,11 @@ def _stands_for(measured: str, planned: str | None, gpu: GpuProfile) -> bool | N
 def _runs(
     row: ProbeRow, gpu: GpuProfile, own_card: bool, predictions: _Predictions
 ) -> Iterator[tuple[str, MeasuredRun]]:
-    """The measured runs that a row contributes: the `step`, and what came before it (`encode`)."""
+    """The measured runs in a row: of the `step`, and of what came before it (`encode`)."""
     if row.measured.outcome not in ("ok", "nan", *RAN_OUT) or row.measured.outcome == "host-oom":
         return
     card = card_lookup.gpu(row.machine.gpu)
-    # A card that was calibrated is not as it is listed, and what it has of its own must not count twice.
+    # Use the calibrated card if there is one: its differences from the listed card must not count as errors too.
     if (prediction := predictions.of(row, gpu if gpu.name == card.name else card)) is None:
         return
     others = row.details.get("others_bytes") or 0
@@ -203,24 +204,25 @@ def _parts(row: ProbeRow) -> Iterator[tuple[str, Measured]]:
 
 
 def with_learned(facts: Facts, trainer: str = "vplan", from_rows: Sequence[ProbeRow] | None = None) -> Facts:
-    """The facts of a question, with what measurements say: the ledgers', or the ones passed."""
+    """The facts with what measurements say: those in the ledgers, or ``from_rows``."""
     return facts._replace(measurements=measurements_of(facts.model.name, facts.gpu, trainer, from_rows))
 
 
 class _Predictions:
-    """What recordings predict of rows, kept between questions."""
+    """A cache of the recordings' predictions for rows."""
 
     def __init__(self) -> None:
         self._path = user_data.folder() / KEPT
         self._print = _fingerprint()
         self._by_row: dict[str, Any] = dict(_predictions_here.get(self._print, {}))
-        with contextlib.suppress(OSError, ValueError):  # not there, or of no use: it is made again
+        with contextlib.suppress(OSError, ValueError):  # missing or damaged: it is made again
             kept = json.loads(self._path.read_text(encoding="utf-8"))
             self._by_row |= kept["predictions"] if kept["of"] == self._print else {}
         self._before = len(self._by_row)
 
     def of(self, row: ProbeRow, card: GpuProfile) -> dict[str, Any] | None:
-        """Peaks over the phases that a row's run went through, and the seconds of a step; None: no recording tells."""
+        """The predicted peaks over the phases that a row's run went through, and the seconds of a step; None if the
+        plan is not recorded."""
         rates = card.context_mib, card.bf16_tflops, card.bandwidth_gbs, card.link_gbs
         machine = f"{row.machine.gpu} {row.machine.torch} {row.capped_bytes}"
         key = f"{row.id} {machine} {' '.join(sorted(phases_of(row.details)))} {rates}"
@@ -230,12 +232,12 @@ class _Predictions:
         return prediction
 
     def keep(self) -> None:
-        """Writes down what is new, where it can."""
+        """Saves new predictions in this process, and in the user's folder if that exists."""
         _predictions_here[self._print] = self._by_row
         if len(self._by_row) > self._before and self._path.parent.is_dir():
             from planner.worker_process import write_json  # slow to import
 
-            with contextlib.suppress(OSError):  # a folder that cannot be written: it is estimated again next time
+            with contextlib.suppress(OSError):  # the folder is not writable: they are estimated again next time
                 write_json(self._path, {"of": self._print, "predictions": self._by_row})
 
 
@@ -253,14 +255,14 @@ def _predict(row: ProbeRow, card: GpuProfile) -> dict[str, Any] | None:
 
 
 def _highest(phases: Mapping[PhaseName, PhasePeak]) -> dict[str, int] | None:
-    """The highest of each counter; None without phases."""
+    """The maximum of each counter; None without phases."""
     if not phases:
         return None
     return {name: max(getattr(peak, name) for peak in phases.values()) for name in PhasePeak.model_fields}
 
 
 def _fingerprint() -> str:
-    """A value that changes with everything that an estimate without measurements depends on."""
+    """A value that changes when anything changes on which an estimate without measurements depends."""
     import hashlib
 
     folders = (

@@ -1,8 +1,8 @@
-"""How near estimates come to our own rows, half by half: what may be learned from one half is judged by the other.
+"""The errors of estimates on our own measurements, half by half: one half may be learned from, the other only judges.
 
-A grid's rows are halved by a hash of their ids, so nobody chooses which. All numbers are of estimates from recordings
-alone, which know no row of either half; where estimates learn, they learn from the other half only
-(`planner.evidence.from_ledger`).
+A grid's rows are split by a hash of their ids, so nobody chooses the halves. All numbers here are of estimates from
+recordings alone, which know no row of either half. Estimates that learn from measurements use only the half that is not
+held out (`planner.evidence.from_ledger`).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ NONE = (
     "no rows of our own trainer on a GPU, so its accuracy is not reported; "
     "`vplan calibrate --grid one-gpu -o rows.jsonl` measures them"
 )
-"""What is said where no GPU was."""
+"""Shown if there are no rows from a GPU."""
 
 FEWEST = 3
-"""Ways of one job, of different speed, whose order says something."""
+"""The least number of pairs for a rank correlation."""
 
 
 def halves(compared: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
-    """Taken how ("measured" on a GPU, "simulated") -> half ("held_out", "other", "all") -> what its errors amount to.
+    """Kind of row ("measured" on a GPU, "simulated") -> half ("held_out", "other", "all") -> statistics of its errors.
 
-    Only what there are rows of.
+    Kinds without rows are left out.
     """
     by_half: dict[str, dict[str, Any]] = {}
     for taken in ("measured", "simulated"):
@@ -55,8 +55,8 @@ def halves(compared: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
 
 
 def verdicts(name: str, half: dict[str, Any]) -> str:
-    """One line on one half of the rows: how many verdicts were wrong, each way, and how well the order of speed was
-    predicted. ``name``: the half's."""
+    """One line about one half of the rows: how many verdicts were wrong either way, and how well the order of speed was
+    predicted. ``name``: of the half."""
     verdict, order = half["verdict"], half["order"]
     words = f"{name}: of {verdict['n']} runs {verdict['under']} were said to fit but ran out, "
     words += f"{verdict['false_refusal']} were refused but ran"
@@ -90,7 +90,7 @@ def _half(compared: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def _seconds(ran: Iterable[Comparison]) -> dict[str, Any]:
-    """Errors of the seconds of a step, in per cent of what was measured."""
+    """Statistics of the errors of step seconds, in per cent of the measured seconds."""
     errors = [error for entry in ran if (error := seconds_error_pct(entry)) is not None]
     sizes = [abs(error) for error in errors]
     return {
@@ -103,14 +103,14 @@ def _seconds(ran: Iterable[Comparison]) -> dict[str, Any]:
 
 
 def seconds_error_pct(entry: Comparison) -> float | None:
-    """The error of predicted step seconds, in per cent of the measured ones; below 0 when the step takes longer. None
-    without both numbers."""
+    """The error of predicted step seconds in per cent of the measured ones; negative if the prediction is too short.
+    None if one of them is missing."""
     measured, predicted = entry.row.step_seconds, entry.predicted_seconds
     return 100 * (predicted - measured) / measured if measured and predicted else None
 
 
 def _order(ran: Iterable[Comparison]) -> dict[str, Any]:
-    """Whether the ways of one job on one card are in the right order of speed: Spearman's coefficient of each job."""
+    """How well strategies of one job on one card are ordered by speed: the rank correlation within each job."""
     jobs: dict[str, list[tuple[float, float]]] = {}
     for entry in ran:
         if entry.row.step_seconds and entry.predicted_seconds:
@@ -125,8 +125,8 @@ def _order(ran: Iterable[Comparison]) -> dict[str, Any]:
 
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """The rank correlation of pairs, -1 to 1: Pearson's of their ranks, equal values with their mean rank (Spearman
-    1904). None for fewer than `FEWEST`, and where one side is the same throughout."""
+    """Spearman's rank correlation of pairs, -1 to 1: the Pearson correlation of their ranks, with the mean rank for
+    equal values. None for fewer than `FEWEST` pairs, and if all values of one side are equal."""
     if len(pairs) < FEWEST:
         return None
     sides = [list(side) for side in zip(*pairs, strict=True)]
@@ -136,6 +136,7 @@ def spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """The place of each value in their order; equal ones have the mean of theirs. Python 3.12's `statistics` has it."""
+    """The rank of each value; equal values have their mean rank. (`statistics.correlation` can do this from Python 3.12
+    on.)"""
     ordered = sorted(values)
     return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]

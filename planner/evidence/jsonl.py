@@ -1,4 +1,4 @@
-"""A file of measured rows: one JSON object a line, only ever appended to, so that nothing finished is lost."""
+"""Files of measured rows, one JSON object per line, which are only appended to, so that no finished row is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from planner.untrusted import MAX_LINE_BYTES, read_lines
 
 
 def rows_by_id(path: str | Path) -> dict[str, dict[str, Any]]:
-    """The rows of a file by their id; none without the file. A last line that a dying process cut off is no row."""
+    """The rows of a file by id; empty without the file. An incomplete last line, left by a process that died, is
+    ignored. Raises a VplanError for any other damaged line."""
     path = Path(path)
     if not path.exists():
         return {}
@@ -30,8 +31,8 @@ def rows_by_id(path: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def append_row(path: str | Path, row: Mapping[str, Any]) -> None:
-    """Appends one line and syncs it to the disk. A half-written line at the end, left by a process that died, is
-    removed first."""
+    """Appends one line and syncs it to the disk. An incomplete last line, left by a process that died, is removed
+    first. Raises a VplanError if the file cannot be written."""
     path = Path(path)
     line = json.dumps(row, allow_nan=False).encode() + b"\n"
     try:
@@ -51,7 +52,7 @@ def append_row(path: str | Path, row: Mapping[str, Any]) -> None:
 
 
 def is_last(line: bytes) -> bool:
-    """Whether a line of `read_lines` is the last one and has no end: whoever wrote it may have died meanwhile."""
+    """Whether a line of `read_lines` is the last one and incomplete, because its writer may have died."""
     return not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES
 
 

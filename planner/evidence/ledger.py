@@ -1,7 +1,7 @@
-"""The ledger: every measurement, one JSON object a line, only ever appended to.
+"""The ledger: a file of all measurements, one JSON object per line, which is only appended to.
 
-Whatever dies while it is written (a process, the disk's last room), no earlier line is lost or changed, and reading
-goes on: a line that is no row is passed over and named in `notes`. Several processes may append at once.
+If a process dies or the disk fills up while a line is written, no earlier line is lost or changed, and the file remains
+readable: a line that is no row is skipped and named in `notes`. Several processes may append at once.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from planner.spec.plan import Plan
 from planner.untrusted import json_object, read_lines, read_lines_backward
 
 NAME = "ledger.jsonl"
-"""In the folder of the user's own data."""
+"""File name in the user's data folder."""
 
 OURS = "env"
-"""In every line of ours, and in no published one: on what it was measured."""
+"""A key that every line of ours has and no published one: the environment of the measurement."""
 
 LOOKED_AT_BYTES = 32 << 20
-"""Of a ledger's end, when its newest rows are asked for: some 15,000 rows, which take a third of a second."""
+"""How much of a ledger's end is searched for its newest rows: some 15,000 rows, which takes a third of a second."""
 
 LOCKED_AT = 1 << 40
-"""Windows locks a range of bytes, and nobody else may read them: this one is behind every ledger's end."""
+"""Offset of the byte that is locked on Windows, where nobody else may read a locked range: beyond any ledger's end."""
 
 
 def default_path() -> Path:
@@ -47,12 +47,12 @@ class Ledger:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.notes: list[str] = []
-        """what the last reading passed over, in words"""
+        """the lines that the last `rows` skipped, in words"""
 
     def append(self, row: ProbeRow) -> None:
-        """Adds a row and sees it to the disk; a VplanError when it cannot be kept, and then nothing of it is there.
+        """Appends a row and syncs it to the disk. Raises a VplanError if that fails; then nothing of the row is left.
 
-        Half a line that a dying process left at the end stays, with its own end of line.
+        An incomplete last line, left by a process that died, is kept and terminated.
         """
         line = json.dumps(row.to_json(), allow_nan=False).encode() + b"\n"
         try:
@@ -69,9 +69,9 @@ class Ledger:
             raise VplanError(fault, fix) from None
 
     def rows(self, *having: str) -> list[ProbeRow]:
-        """All rows, oldest first; none without the file. What is no row is in `notes`.
+        """All rows, oldest first; empty without the file. Lines that are no rows are named in `notes`.
 
-        `having`: only lines in which all of these stand as JSON texts, which costs less than reading the others.
+        ``having``: only lines that contain all of these as JSON strings, which is cheaper than parsing the others.
         """
         wanted = [json.dumps(text).encode() for text in having]
         self.notes, rows = [], []
@@ -89,8 +89,8 @@ class Ledger:
         return rows
 
     def newest(self, *having: str, wanted: Callable[[Mapping[str, Any]], bool]) -> Iterator[ProbeRow]:
-        """Rows of the last `LOOKED_AT_BYTES`, newest first, of which `wanted` says yes to the JSON object; it costs a
-        fiftieth of reading the row. `having` as in `rows`. What is no row is passed over."""
+        """The rows in the last `LOOKED_AT_BYTES`, newest first, for whose JSON object ``wanted`` is true, which is
+        fifty times cheaper than reading the row. ``having``: as in `rows`. Lines that are no rows are skipped."""
         needed = [json.dumps(text).encode() for text in having]
         try:
             for line in read_lines_backward(self.path, LOOKED_AT_BYTES):
@@ -104,7 +104,7 @@ class Ledger:
             raise VplanError(f"cannot read {quoted(str(self.path))}: {error.strerror}", fix) from None
 
     def _taken(self, line: bytes, number: int) -> ProbeRow | None:
-        """The row in a line; None for what is none, which is noted."""
+        """The row in a line; None if there is none, which is added to `notes`."""
         try:
             return _row(line)
         except VplanError as error:
@@ -112,7 +112,8 @@ class Ledger:
             return None
 
     def find(self, plan: Plan, environment: Setup | None = None, runner: str = "real") -> list[ProbeRow]:
-        """The rows of this very plan (job, strategy, machine), oldest first; with an environment, those taken in it."""
+        """The rows of exactly this plan (job, strategy, machine), oldest first. ``environment``: only those with this
+        setup."""
         name = row_id(plan)
         return [
             row
@@ -138,7 +139,7 @@ def _row_of(data: Mapping[str, Any]) -> ProbeRow:
 
 
 def _add(descriptor: int, line: bytes) -> None:
-    """Writes a line behind the last one; when the disk takes only a part of it, that part is taken away again."""
+    """Writes a line at the end. If the disk takes only part of it, removes that part again and raises an OSError."""
     end = os.lseek(descriptor, 0, os.SEEK_END)
     if end:
         os.lseek(descriptor, end - 1, os.SEEK_SET)
@@ -156,7 +157,7 @@ def _add(descriptor: int, line: bytes) -> None:
 
 @contextlib.contextmanager
 def _locked(descriptor: int) -> Iterator[None]:
-    """Holds the file's lock, which the system takes back when its process dies, however it dies."""
+    """Holds the file's lock, which the system releases when the process dies."""
     if sys.platform == "win32":
         import msvcrt
 
@@ -168,5 +169,5 @@ def _locked(descriptor: int) -> Iterator[None]:
             os.lseek(descriptor, LOCKED_AT, os.SEEK_SET)
             msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
     else:
-        lock_file(descriptor)  # without locks a row may be torn by another writer's, which reading passes over
-        yield  # closing the file gives it back
+        lock_file(descriptor)  # if the file system has no locks, rows of two writers may be mixed; reading skips those
+        yield  # closing the file releases it

@@ -1,4 +1,4 @@
-"""One measured run of our own: the row that a probe gives, a ledger keeps and estimates learn from."""
+"""One measured run of our own trainer: the row that a probe returns, a ledger keeps and estimates learn from."""
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
 from collections.abc import Collection, Mapping
@@ -12,11 +12,11 @@ from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Environment, Measured, PhaseName
 
 REHEARSED = "rehearse"
-"""The runner of rows that were taken on virtual cards."""
+"""The runner of rows taken on virtual cards."""
 
 
 class ProbeRow(Record):
-    """One measured run of our own, as a line of a ledger. The fields are those of the JSON."""
+    """One measured run of our own trainer, a line of a ledger. The fields are those of the JSON."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     id: str
@@ -24,54 +24,54 @@ class ProbeRow(Record):
     job: Job
     strategy: Strategy
     machine: Machine
-    """on which it ran; of a process that was capped, with what it could not have as `reserve`"""
+    """where it ran; for a process with capped memory, `reserve` is what it could not use"""
     implementation: Literal["vplan"] = "vplan"
     measured: Measured
     env: Environment
     runner: str = "real"
-    """`real`; `rehearse`: on virtual cards, without seconds; or `simulate`, which says nothing about any GPU"""
+    """`real`; `rehearse`: on virtual cards, without seconds; or `simulate`, which says nothing about real GPUs"""
     planned_gpu: str | None = None
-    """the card or class that the plan is for, where it says another than `machine`"""
+    """the card or class of the plan, if it is not the one in `machine`"""
     capped_bytes: Bytes | None = None
-    """the device bytes this process could have, where that is less than the card gives"""
+    """the device bytes that this process could use, if that is less than the card has"""
     requested_bytes: Bytes | None = None
-    """of the request that found no memory"""
+    """the size of the allocation that ran out of memory"""
     grid: str | None = None
-    """the grid it was measured for, see `held_out`"""
+    """the grid that it was measured for, see `held_out`"""
     details: dict[str, Any] = {}
-    """what else the worker told: counters by phase, each step's seconds and loss, what it could not get (`missing`)"""
+    """what else the worker reported: counters by phase, seconds and loss of each step, missing counters (`missing`)"""
 
     @property
     def configuration(self) -> Configuration:
-        """Its job, strategy and machine, resolved anew at each call: a row may leave fields of the strategy open."""
+        """Its job, strategy and machine. Resolved at each call, because a row may leave fields of the strategy open."""
         return Configuration.of(self.job, self.strategy, self.machine)
 
 
 def held_out(row: ProbeRow) -> bool:
-    """Whether nothing may be learned from a row: half of a grid's, by a hash of their ids, only judges."""
+    """Whether a row must not be learned from: half of a grid's rows, by a hash of their ids, only judge."""
     return row.grid is not None and in_held_out_half(row.id)
 
 
 def in_held_out_half(name: str) -> bool:
-    """Whether the id of a grid's row is in the half that only judges: the first bit of its SHA-256."""
-    import hashlib  # slow to import, and nobody without measurements asks
+    """Whether the id of a grid's row is in the half that only judges: the first bit of its SHA-256 is set."""
+    import hashlib  # slow to import, and only needed if there are measurements
 
     return hashlib.sha256(name.encode()).digest()[0] >= 128
 
 
 INSIDE = {"step": ("train", "optimizer")}
-"""Phases of a probe that are several of an estimate."""
+"""Phase of a probe -> the phases of an estimate that it contains."""
 
 
 def phases_of(details: Mapping[str, Any]) -> frozenset[str]:
-    """The phases of an estimate that a probe went through, by its row's details; none of a row that does not say."""
+    """The phases of an estimate that a probe went through, from its row's details; empty if they do not say."""
     counters = details.get("phases")
     names = {inner for name in counters for inner in INSIDE.get(name, (name,))} if isinstance(counters, dict) else set()
     return frozenset(names.intersection(get_args(PhaseName)))
 
 
 def peaks_of(details: Mapping[str, Any], phases: Collection[str], apart: bool = False) -> dict[str, int]:
-    """The highest of each counter over some phases of a probe, or over all others (`apart`); none of a row that does
+    """The maximum of each counter over some phases of a probe, or over all others (``apart``); empty if the details do
     not say."""
     counters = details.get("phases")
     chosen = (
@@ -85,8 +85,7 @@ def peaks_of(details: Mapping[str, Any], phases: Collection[str], apart: bool = 
 
 
 def is_of_a_gpu(row: ProbeRow) -> bool:
-    """Whether a row tells something about a real card: not simulated or rehearsed, not run on the CPU, and not of a
-    model that was shrunk."""
+    """Whether a row is about a real card: not simulated or rehearsed, not on the CPU, and not of a shrunk model."""
     return row.runner == "real" and row.env.gpu != "cpu" and "config" not in row.details
 
 

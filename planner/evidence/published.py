@@ -1,7 +1,7 @@
-"""Rows of measurements as they lie in files: published ones and our own, as Job, Strategy, Machine and intervals.
+"""Reads rows of measurements from files, published ones and our own, as Job, Strategy, Machine and intervals.
 
-Published rows are other people's runs (`measured.counter` and an interval in GiB); our own hold a probe's counters in
-bytes. What a published row does not say is filled in as its own trainer would have done it, never as ours does.
+Published rows are other people's runs (`measured.counter` and an interval in GiB); our own rows have a probe's counters
+in bytes. Fields that a published row does not give get the defaults of its own trainer, never ours.
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
@@ -26,15 +26,15 @@ Counter = Literal["allocated", "reserved", "device", "unknown", "allocated_after
 
 
 class Default(NamedTuple):
-    """A trainer's own default for a field, and where that is documented."""
+    """A trainer's default for a field, and where it is documented."""
 
     implementation: str
-    """of the rows it fills; empty: every published row"""
+    """of the rows that it applies to; empty: all published rows"""
     field: str
     value: object
     source: str
     models: str = ""
-    """start of the names of the models it holds for"""
+    """prefix of the models that it applies to"""
 
 
 DEFAULTS = (
@@ -86,44 +86,45 @@ DEFAULTS = (
     ),
     Default("ai-toolkit", "gradient_checkpointing", "full", "ai-toolkit 27a03a9 train.gradient_checkpointing"),
 )
-"""Documented defaults that differ from our trainer's (or might one day), each read in the source it names."""
+"""Documented defaults that differ from our trainer's, or might in future; each is taken from the source it names."""
 
 
 TAKEN_BY: Mapping[str, Literal["measured", "rehearsed"]] = {"real": "measured", REHEARSED: "rehearsed"}
-"""Runner of a row of ours -> how it was taken; by any other it is simulated."""
+"""Runner of one of our rows -> how it was taken; with any other runner it is simulated."""
 
 SHORT_RUNS = (("cogvideox-factory", "metrics.sh"),)
-"""Publishers whose runs were a step or two long, and whose peak was reset between loading and training.
+"""Publishers whose runs were one or two steps long, and whose peak was reset between loading and training.
 
-cogvideox-factory trained MAX_TRAIN_STEPS=2 (metrics.sh) and printed its peak where the first epoch ends, which is after
-whole batches only (training/dataset.py ``BucketSampler``): a larger batch ends it earlier. At batch 4 its adapters of
-rank 256 peak alike with 0, 0.2 and 0.9 GiB of states, so there was no second step; at batch 1 they do not, so there
-was one. Full fine-tuning in fp16 begins with a loss scale of 65536, and a step whose gradients overflow makes no
-states (torch/amp/grad_scaler.py ``_maybe_opt_step``): of one shape it peaks within 14 MiB (2B) and 41 MiB (5B) whether
-the optimizer keeps nothing or 3.2 and 10.4 GiB on the GPU, so the one step that made states was the last.
+cogvideox-factory trained MAX_TRAIN_STEPS=2 (metrics.sh) and printed the peak at the end of the first epoch. An epoch
+has only whole batches (training/dataset.py ``BucketSampler``), so it has fewer steps with a larger batch. At batch 4,
+adapters of rank 256 have the same peak with 0, 0.2 and 0.9 GiB of states, so there was no second step; at batch 1 the
+peaks differ, so there was one. Full fine-tuning in fp16 begins with a loss scale of 65536, and a step whose gradients
+overflow creates no states (torch/amp/grad_scaler.py ``_maybe_opt_step``): for one shape the peaks are within 14 MiB
+(2B) and 41 MiB (5B) whether the optimizer keeps nothing or 3.2 and 10.4 GiB on the GPU, so the step that created the
+states was the last one.
 """
 
 
 WHOLE_RUNS = (("zai-org/CogVideo", "finetune"),)
-"""Publishers whose process caches latents and prompts itself and never resets the peak before it trains (CogVideo
+"""Publishers whose process itself caches latents and prompts and does not reset the peak before training (CogVideo
 finetune/trainer.py: ``prepare_dataset``, then ``get_memory_statistics``; the first reset is after a validation)."""
 
 
 HALF_ADAPTERS = (("finetrainers", "docs/training/ltx_video.md"),)
-"""Publishers whose LoRA adapters were in 16 bits, whatever a row says.
+"""Publishers whose LoRA adapters were in 16 bits, whatever the row says.
 
-finetrainers' page prints what is allocated before training: 13.486 GiB with the encoders (13.49 with adapters in bf16,
-13.71 in fp32); and 3.809 before and 4.260 after the steps of its cached run, which is two states of 117,440,512
-parameters in 2 bytes.
+finetrainers' page prints the bytes allocated before training: 13.486 GiB with the encoders (13.49 with adapters in
+bf16, 13.71 in fp32). For its cached run it prints 3.809 GiB before and 4.260 after the steps: the difference is two
+states of 117,440,512 parameters with 2 bytes each.
 """
 
 
 class CardSize(NamedTuple):
-    """A publisher who prints the memory of the card a run fitted into where others print what the run took."""
+    """A publisher who prints the memory of a card that the run fits in, instead of what the run took."""
 
     publisher: tuple[str, ...]
     cards: Mapping[float, str]
-    """GB -> the card named beside it"""
+    """GB -> the card named next to it"""
     source: str
 
     def reason(self, size: float) -> str:
@@ -139,12 +140,11 @@ CARD_SIZES = (
         'finetune/README.md @f516938, column "Hardware Requirements"',
     ),
 )
-"""Such rows are priced and shown as all others, and their errors count; beside them stand the figures without."""
+"""Such rows are estimated and shown like all others, and their errors count; statistics without them are given too."""
 
 
 class Interval(NamedTuple):
-    """The interval of GiB in which one measured counter lies: a printed number is rounded, our own counters are
-    exact."""
+    """The interval in GiB that contains the true value of a counter: printed numbers are rounded, ours are exact."""
 
     counter: Counter
     low_gib: float
@@ -153,8 +153,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measured run. `unsupported`: why it cannot be estimated, as far as reading the row tells; None when it
-    can."""
+    """One measured run. ``unsupported``: why it cannot be estimated, as far as the row itself shows; else None."""
 
     id: str
     implementation: str
@@ -163,40 +162,40 @@ class Row:
     machine: Machine
     outcome: str
     intervals: tuple[Interval, ...]
-    """empty when the outcome is all there is"""
+    """empty if only the outcome is known"""
     counter: Counter = "device"
-    """what to show where there is no interval"""
+    """the counter to show if there is no interval"""
     states_come_last: bool = False
-    """the run ended with the optimizer step that made the states, see SHORT_RUNS"""
+    """whether the run ended with the optimizer step that created the states, see SHORT_RUNS"""
     reset_after_load: bool = False
-    """the peak was reset between loading and training, see SHORT_RUNS"""
+    """whether the peak was reset between loading and training, see SHORT_RUNS"""
     whole_run: bool = False
-    """the number covers what was cached before training, see WHOLE_RUNS"""
+    """whether the number includes caching before training, see WHOLE_RUNS"""
     unsupported: str | None = None
     phases: frozenset[str] = frozenset()
-    """that a probe of ours went through"""
+    """the phases that one of our probes went through"""
     version: str = ""
-    """the implementation's, where its publisher says so"""
+    """of the implementation, if its publisher gives one"""
     taken: Literal["published", "measured", "rehearsed", "simulated"] = "published"
-    """by others; by our own trainer on a GPU, or on a virtual one; or on a machine that is simulated"""
+    """by others; by our own trainer on a GPU or a virtual GPU; or on a simulated machine"""
     grid: str | None = None
-    """of which it is a row"""
+    """the grid that it belongs to"""
     held_out: bool = False
-    """of the grid's half that only judges"""
+    """whether it is in the grid's half that only judges"""
     step_seconds: float | None = None
     not_a_peak: str | None = None
-    """why the number is no measurement of the run's peak, see CARD_SIZES"""
+    """why the number does not measure the run's peak, see CARD_SIZES"""
 
     @property
     def trainer(self) -> str:
-        """The implementation at its version, as `planner.layout.trainer_terms` knows it."""
+        """The implementation with its version, as named in `planner.layout.trainer_terms`."""
         if not self.version:
             return self.implementation
         return f"{self.implementation}@{self.version}" + ("-one-step" if self.states_come_last else "")
 
 
 class _Published(Record):
-    """`measured` of a published row; what else it holds (as printed, with which unit) is for people."""
+    """`measured` of a published row; its other fields (the printed text, its unit) are for human readers."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -225,8 +224,7 @@ class _Line(Record):
 
 
 def published_files() -> list[Path]:
-    """The files of published measurements that are bundled with vplan, sorted. Raises a VplanError when there are
-    none."""
+    """The bundled files of published measurements, sorted. Raises a VplanError if there are none."""
     files = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
     if not files:
         raise VplanError("this vplan has no bundled measurements", "reinstall vplan, or pass a .jsonl file")
@@ -234,25 +232,25 @@ def published_files() -> list[Path]:
 
 
 def shipped_own() -> list[Path]:
-    """The files of our own trainer's rows on GPUs that are bundled with vplan, sorted."""
+    """The bundled files of our own trainer's rows on GPUs, sorted."""
     return sorted((profiles.MEASUREMENTS / "own").glob("*.jsonl"))
 
 
 def shipped_rehearsals() -> list[Path]:
-    """The files of rehearsed rows that are bundled with vplan, sorted; apart from what was measured."""
+    """The bundled files of rehearsed rows, sorted; they are separate from measured ones."""
     return sorted(profiles.REHEARSALS.glob("*.jsonl"))
 
 
 def shipped_rows() -> list[Row]:
-    """The rows of all published measurements that are bundled with vplan."""
+    """The rows of all bundled published measurements."""
     return [row for path in published_files() for row in read_rows(path)[0]]
 
 
 def read_rows(path: str | Path, *, expandable_segments: bool | None = None) -> tuple[list[Row], list[str]]:
-    """The rows of a file, and what to tell the user about it. A damaged line is a VplanError naming file and line.
+    """The rows of a file, and notes for the user. Raises a VplanError that names the file and line of a damaged line.
 
-    A last line that a dying process left unfinished is dropped. `expandable_segments`: the allocator of those
-    published rows that do not say.
+    An incomplete last line, left by a process that died, is skipped. ``expandable_segments``: the allocator's setting
+    for published rows that do not give it.
     """
     path = Path(path)
     rows, notes = [], []
@@ -324,14 +322,14 @@ def own_row(row: ProbeRow) -> Row:
 
 
 def _phases(line: _Line) -> frozenset[str]:
-    """The phases that a probe went through; a simulated machine goes through all."""
+    """The phases that a probe went through; all of them on a simulated machine."""
     if line.runner == "simulate":
         return frozenset(get_args(PhaseName))
     return phases_of(line.details) if isinstance(line.details, dict) else frozenset()
 
 
 def _version(source: object) -> str:
-    """The first word of what a published row says of the version: a commit, behind which stands its date."""
+    """The first word of a published row's version: a commit, which is followed by its date."""
     version = source.get("version") if isinstance(source, dict) else None
     return version.split()[0] if isinstance(version, str) and version.strip() else ""
 
@@ -342,7 +340,7 @@ def _published_by(source: object, publishers: tuple[tuple[str, ...], ...]) -> bo
 
 
 def _not_a_peak(source: object, intervals: tuple[Interval, ...]) -> str | None:
-    """Why a published number is no measurement of the peak; None where it may be one."""
+    """Why a published number does not measure the peak; None if it may."""
     for publisher in CARD_SIZES:
         for size in publisher.cards if _published_by(source, (publisher.publisher,)) else ():
             if any(interval.low_gib <= size <= interval.high_gib for interval in intervals):
@@ -351,12 +349,13 @@ def _not_a_peak(source: object, intervals: tuple[Interval, ...]) -> str | None:
 
 
 def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that say something: null and absent are the same, as in plans."""
+    """The fields that are not null: null and absent mean the same, as in plans."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _take_unknown(fields: dict[str, Any], record: type[Record]) -> str | None:
-    """Take out what another trainer has and our closed lists have not (an optimizer, say); the reason if there was."""
+    """Removes fields whose values are not in our closed lists (another trainer's optimizer, say). If there were any,
+    returns the reason why the row is unsupported."""
     listed = {name: choices(record, name) for name in fields if name in record.model_fields}
     taken = {name: fields.pop(name) for name, values in listed.items() if values and _unlisted(fields[name], values)}
     return ", ".join(f"{name} {quoted(value)} is not in the vocabulary" for name, value in taken.items()) or None
@@ -367,13 +366,13 @@ def _unlisted(value: object, values: tuple[str, ...]) -> bool:
 
 
 def fill_defaults(implementation: str, job: dict[str, Any], strategy: dict[str, Any]) -> None:
-    """Fill in what a published row does not say as its trainer would have done it."""
+    """Fills in the fields that a published row does not give with its trainer's defaults."""
     model, trainer = str(job.get("model", "")).lower(), implementation.partition("@")[0]
     for default in DEFAULTS:
         if default.implementation in ("", trainer) and model.startswith(default.models):
             fields = job if default.field in Job.model_fields else strategy
             fields.setdefault(default.field, default.value)
-    # These trainers have one "mixed precision" setting: inputs come in the dtype the matrix products run in.
+    # These trainers have one setting, "mixed precision": inputs have the dtype of the matrix products.
     computed = {"bf16", "fp16", "fp32"}.intersection([strategy.get("autocast"), strategy.get("weights_dtype")])
     if strategy.get("autocast") in computed:
         strategy.setdefault("compute_dtype", strategy["autocast"])
@@ -396,7 +395,7 @@ def _published(measured: Mapping[str, Any], where: str) -> tuple[str, Counter, t
 
 
 def _own(measured: Mapping[str, Any], where: str) -> tuple[str, Counter, tuple[Interval, ...]]:
-    """A probe's counters. A run that ended early saw only a part of its peak, so there its outcome alone counts."""
+    """A probe's outcome and counters. A run that ended early saw only part of its peak, so only its outcome counts."""
     measurement = Measured.read(measured, f"{where}: measured")
     seen: dict[Counter, int | None] = {
         "allocated": measurement.allocated_bytes,

@@ -1,4 +1,4 @@
-"""Published rows whose run was rehearsed: their trainer's own code at its commit, on a virtual GPU."""
+"""Rehearsals of published runs: the trainer's own code at its commit, on a virtual GPU."""
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
 import functools
@@ -15,26 +15,26 @@ from planner.evidence.jsonl import rows_by_id
 from planner.schema import Positive, Record
 
 FOLDER = profiles.REHEARSALS / "published"
-"""One file a trainer, as ``tests/tools/rehearse_published.py`` writes it."""
+"""Has one file per trainer, written by ``tests/tools/rehearse_published.py``."""
 
 
 REASONS = FOLDER / "not-rehearsed.toml"
 
 
 class Reason(Record):
-    """Why some of the published numbers are not rehearsed."""
+    """The reason why some published numbers are not rehearsed."""
 
     why: str
     rows: list[str]
 
 
 class _Rehearsed(Record):
-    """One run. What else a row holds (commit, command, versions, all counters) is for people."""
+    """One rehearsed run. A row's other fields (commit, command, versions, all counters) are for human readers."""
 
     model_config = ConfigDict(extra="ignore")
 
     rehearsed_gib: dict[str, Positive]
-    """by the id of the published row, its counter"""
+    """id of the published row -> its counter in the rehearsal"""
 
 
 @functools.cache
@@ -48,14 +48,14 @@ def rehearsed_peaks() -> Mapping[str, float]:
 
 
 def reasons() -> Sequence[Reason]:
-    """Why published numbers are not rehearsed."""
+    """The reasons why published numbers are not rehearsed."""
     tables = tomllib.loads(REASONS.read_text(encoding="utf-8"))["reason"]
     return [Reason.read(each, REASONS.name) for each in tables]
 
 
 def summary(compared: Sequence[Comparison]) -> dict[str, Any]:
-    """How many of the published numbers were rehearsed, why the others were not, and how far prediction and print lie
-    from the rehearsal, in per cent of it."""
+    """How many of the published numbers were rehearsed, why the others were not, and how far the prediction and the
+    printed number are from the rehearsal, in per cent of it."""
     rehearsed = [(entry, entry.rehearsed_gib) for entry in compared if entry.rehearsed_gib is not None]
     predicted = [(entry.predicted.of_rehearsal / gib - 1) * 100 for entry, gib in rehearsed if entry.predicted]
     printed = [(entry.measured.low_gib / gib - 1) * 100 for entry, gib in rehearsed if entry.measured is not None]

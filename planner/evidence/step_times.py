@@ -1,7 +1,7 @@
-"""Step times that others published, beside what is estimated for the same run.
+"""Compares step times that others published with the estimates for the same runs.
 
-One constant of `planner.estimate.roofline` is fitted to them, the CPU time of a launch: in one half (`FITTED`), so that
-the other half judges. A cell that the settings cannot express is a row too, with the reason that it is left out.
+One constant of `planner.estimate.roofline`, the CPU time of a launch, is fitted to one half of them (`FITTED`), and the
+other half judges. A run that our settings cannot express is a row too, with the reason why it is left out.
 """
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
@@ -17,6 +17,7 @@ from pydantic import ConfigDict
 import profiles
 from planner.errors import NotEstimatedError
 from planner.evidence.accuracy import Predict
+from planner.evidence.held_out import spearman
 from planner.evidence.jsonl import rows_by_id
 from planner.evidence.published import fill_defaults
 from planner.schema import Positive, Record
@@ -24,16 +25,16 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 
 FAR_PCT = 25.0
-"""An error beyond which a cell is shown with what is known of its cause."""
+"""The error in per cent above which a cell is listed with its known cause."""
 
 CLOSE_PCT = 20.0
 
 FITTED, JUDGING = "fitted", "judging"
-"""The halves of the rows: the one that the launch's CPU time was fitted in, and the other."""
+"""The halves of the rows: the one that the CPU time of a launch was fitted to, and the other."""
 
 
 class StepTime(Record):
-    """One published cell. What else a row holds (its source, the memory printed beside it) is for people."""
+    """One published step time. A row's other fields (source, printed memory) are for human readers."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -46,11 +47,11 @@ class StepTime(Record):
     left_out: str | None = None
     """why it cannot be compared"""
     note: str | None = None
-    """what is known to differ"""
+    """known differences from the estimated run"""
 
     @property
     def half(self) -> str:
-        """The half that it is in, by hash of its id."""
+        """The half that it is in, by the hash of its id."""
         return JUDGING if int(hashlib.sha256(self.id.encode()).hexdigest(), 16) % 2 else FITTED
 
     @property
@@ -59,13 +60,13 @@ class StepTime(Record):
         return str(self.machine["gpu"])
 
     def is_of(self, text: str) -> bool:
-        """Whether a text is in its id or model."""
+        """Whether its id or model contains a text."""
         return text.lower() in f"{self.id} {self.job.get('model')}".lower()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedCell:
-    """A published step time with the estimated one, or with the reason that there is none."""
+    """A published step time with the estimated one, or with the reason why there is none."""
 
     published: StepTime
     seconds: float | None = None
@@ -84,7 +85,7 @@ def published_step_times() -> list[StepTime]:
 
 
 def compare(cells: Iterable[StepTime], predict: Predict) -> list[TimedCell]:
-    """The cells beside their estimates; what cannot be estimated says why."""
+    """The cells with their estimates, or with the reason why they cannot be estimated."""
     return [_compared(cell, predict) for cell in cells]
 
 
@@ -102,7 +103,7 @@ def _compared(cell: StepTime, predict: Predict) -> TimedCell:
 
 
 def answer(cells: Sequence[TimedCell]) -> dict[str, Any]:
-    """Every cell, and how far the estimates are off, over all and by card."""
+    """The JSON answer: every cell, and the errors of the estimates over all cells, by card and by half."""
     by_card = sorted(cells, key=lambda cell: cell.published.card)
     return {
         "cells": [
@@ -128,7 +129,7 @@ def answer(cells: Sequence[TimedCell]) -> dict[str, Any]:
 
 def summary(cells: Sequence[TimedCell]) -> dict[str, Any]:
     """How far estimated seconds are off: ``n`` compared ``of`` published, absolute errors in percent, and how well the
-    estimates order the cells (Spearman's rank correlation; None for fewer than three)."""
+    estimates order the cells (`spearman`)."""
     pairs = [(cell.published.step_seconds, cell.seconds) for cell in cells if cell.seconds is not None]
     errors = sorted(abs(told / taken - 1) * 100 for taken, told in pairs)
     return {
@@ -138,28 +139,17 @@ def summary(cells: Sequence[TimedCell]) -> dict[str, Any]:
         "p90_abs_pct": errors[-(-9 * len(errors) // 10) - 1] if errors else None,
         "max_abs_pct": errors[-1] if errors else None,
         "within_20_pct": 100 * sum(error <= CLOSE_PCT for error in errors) / len(errors) if errors else None,
-        "rank_correlation": rank_correlation(pairs) if len(pairs) > 2 else None,
+        "rank_correlation": spearman(pairs),
     }
 
 
-def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's rank correlation of pairs, -1 to 1; equal values share their mean rank."""
-    return statistics.correlation(*(_ranks(side) for side in zip(*pairs, strict=True)))
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    """The rank of each value, from 0; of equal ones their mean."""
-    order = sorted(values)
-    return [order.index(value) + (order.count(value) - 1) / 2 for value in values]
-
-
 def far_off(cells: Iterable[TimedCell]) -> list[TimedCell]:
-    """The cells that are off by more than `FAR_PCT`, worst first."""
+    """The cells whose estimates are off by more than `FAR_PCT`, the worst first."""
     off = [cell for cell in cells if abs(cell.error_pct or 0.0) > FAR_PCT]
     return sorted(off, key=lambda cell: -abs(cell.error_pct or 0.0))
 
 
 def left_out(cells: Iterable[TimedCell]) -> dict[str, int]:
-    """Why cells are left out -> how many, the most first."""
+    """Reason why cells are left out -> number of cells, the most frequent first."""
     reasons = [cell.left_out for cell in cells if cell.left_out]
     return {reason: reasons.count(reason) for reason in sorted(set(reasons), key=lambda one: -reasons.count(one))}

@@ -1,4 +1,4 @@
-"""`--gpu auto`: the card that is here, as it is now, with what was calibrated of it in the place of what is listed."""
+"""`--gpu auto`: the card of this machine in its present state, with calibrated values instead of listed ones."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from planner.units import format_gib, gib
 
 
 class CardHere(NamedTuple):
-    """The card of this machine to plan for, with the device memory to reserve and host RAM, bytes, and the installed
+    """The card of this machine to plan for, with the device memory to reserve, the available host RAM and the installed
     torch."""
 
     card: GpuProfile
     reserve_bytes: int
-    """what others hold of it now, and what is kept for them beside that"""
+    """what other processes use now, and a reserve for them in addition"""
     host_ram: int
+    """available bytes"""
     torch: str | None
-    """the release that is installed"""
+    """the installed release"""
     notes: tuple[str, ...]
-    """how it was understood"""
+    """what was found, in words"""
 
 
 RESERVE_BYTES = HELD_BYTES
-"""Kept for other processes on this machine's card, in addition to what they hold now."""
+"""Device memory to keep free for other processes, in addition to what they use now."""
 
 
 def card_here(typed: Machine) -> CardHere:
-    """The first card that CUDA shows a process started here; a VplanError when NVML answers for none.
+    """The first card that CUDA shows to a process of this machine. Raises a VplanError if NVML finds none.
 
-    `typed` has the reserve and the torch that were typed, if they were.
+    ``typed``: has the reserve and the torch release if the user gave them.
     """
     driver, cards = doctor.visible()
     if driver["error"] or not cards or cards[0]["name"] is None:
@@ -55,7 +56,7 @@ def card_here(typed: Machine) -> CardHere:
     torch, release = doctor.package_version("torch"), doctor.torch_release()
     if release and "torch" not in typed.model_fields_set:
         notes.append(f"torch {release} (installed)")
-    with contextlib.suppress(VplanError):  # a damaged file: `vplan calibrate` writes it anew
+    with contextlib.suppress(VplanError):  # a damaged file is ignored; `vplan calibrate` replaces it
         found = calibration.read(name, driver["version"], torch) if torch and driver["version"] else None
         if found:
             card = calibration.calibrated(card, found)

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 from planner.errors import VplanError
 from planner.launch.supported import supported_plan
+from planner.layout.correction import SEPARATE_PHASES
 from planner.spec.job import Job, Strategy
-from planner.spec.plan import Plan
+from planner.spec.plan import Estimate, Plan
 
 KEPT = ("optimizer", "master_weights", "adapter_dtype", "weights_dtype", "compute_dtype", "autocast", "sharding", "ema")
 """Strategy fields that a checkpoint's state or the losses depend on."""
@@ -31,9 +32,13 @@ STRONGER = {
 """Gradient checkpointing mode -> modes that keep less on the GPU and do not affect the result."""
 
 
-def next_plan(plan: Plan) -> Plan | None:
-    """The plan to continue with after running out of memory; None if neither the ladder nor a switch gives one."""
-    for candidate in (*_ladder(plan), *_switches(plan)):
+def next_plan(plan: Plan, estimate: Estimate | None) -> Plan | None:
+    """The plan to continue with after running out of memory; None if neither the ladder nor a switch gives one.
+
+    ``estimate``: of the plan that ran out of GPU memory. The ladder is ordered by speed, so its remaining rungs may
+    need more than the one that failed; those are left out. None: not estimated, or host RAM ran out.
+    """
+    for candidate in (*_ladder(plan, estimate), *_switches(plan)):
         try:
             return supported_plan(candidate, trained=True).replace(ladder=candidate.ladder, training=plan.training)
         except VplanError:  # not for this model, or not supported by training
@@ -41,16 +46,21 @@ def next_plan(plan: Plan) -> Plan | None:
     return None
 
 
-def _ladder(plan: Plan) -> Iterator[Plan]:
+def _ladder(plan: Plan, estimate: Estimate | None) -> Iterator[Plan]:
     for place, rung in enumerate(plan.ladder):
         rounds = rung.strategy.gradient_checkpointing == "fp8" != plan.strategy.gradient_checkpointing
         same = not rounds and all(getattr(rung.strategy, field) == getattr(plan.strategy, field) for field in KEPT)
         inside = (rung.strategy.optimizer_step == "backward") == (plan.strategy.optimizer_step == "backward")
-        less = plan.estimate is None or rung.peak.device_bytes < plan.estimate.peak.device_bytes
+        less = estimate is None or _training_bytes(rung) < _training_bytes(estimate)
         data = _global_batch(rung.job, rung.strategy) == _global_batch(plan.job, plan.strategy)
         if same and inside and less and data and _is_same_job(plan.job, rung.job) and rung.machine == plan.machine:
             strategy = rung.strategy.replace(**{field: getattr(plan.strategy, field) for field in ENCODING})
             yield Plan(job=rung.job, strategy=strategy, machine=rung.machine, ladder=plan.ladder[place + 1 :])
+
+
+def _training_bytes(estimate: Estimate) -> int:
+    """Device bytes of an estimate's peak, without encoding that was done before training."""
+    return max(peak.device_bytes for phase, peak in estimate.phases.items() if phase not in SEPARATE_PHASES)
 
 
 def _global_batch(job: Job, strategy: Strategy) -> list[int]:

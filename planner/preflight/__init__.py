@@ -1,1 +1,1 @@
-"""The gate before a long job: is there room on this machine, now?"""
+"""Preflight: does a plan fit this machine as it is now?"""

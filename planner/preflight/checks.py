@@ -1,4 +1,4 @@
-"""What a plan takes of this computer beside its cards: host RAM, pinned RAM, disk, versions, and the data's shapes."""
+"""The checks of a plan that are not about the GPUs: host RAM, pinned RAM, disk, versions, and the data's shapes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from planner.units import format_gib, gib
 Level = Literal["ok", "note", "warning", "error"]
 
 WRONG, SHORT, FAILED = 1, 3, 4
-"""Exit codes: the input is wrong; it does not fit; something failed."""
+"""Exit codes: the input is wrong; the plan does not fit; something failed."""
 TEXT_WIDTHS = ("text_dim", "text_embed_dim", "joint_attention_dim", "caption_channels", "cross_attention_dim")
-"""Keys of diffusers' configs that say how wide a token of the caption is."""
+"""Keys of diffusers' transformer configs for the width of a text token."""
 
 
 class Check(NamedTuple):
-    """One check before a start: its level, what was found in words, and the fix."""
+    """The result of one check: its level, a message, and the fix."""
 
     name: str
     level: Level
@@ -39,17 +39,18 @@ class Check(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What a plan needs of each GPU, bytes."""
+    """Bytes a plan needs on each GPU."""
 
     low_bytes: int
     high_bytes: int
     phases: Mapping[str, int]
     basis: str
-    """as an estimate's, `measured` where this very plan was probed on such a card"""
+    """as `Estimate.basis`; `measured` if this very plan was probed on such a card"""
 
 
 def on_host(plan: Plan, estimate: Estimate | None) -> Iterator[Check]:
-    """Host RAM against what is available under our own limit, and what is to be pinned against what may be."""
+    """Checks host RAM against what this process may use (with its cgroup limit), and pinned RAM against the limit for
+    locked memory."""
     if estimate is None:
         return
     ram, need = doctor.host_ram(), estimate.host_ram_bytes
@@ -66,14 +67,14 @@ def on_host(plan: Plan, estimate: Estimate | None) -> Iterator[Check]:
         yield Check("host RAM", "ok", f"{format_gib(need)} needed, {format_gib(ram['available_bytes'])} available")
     pinned, limited = estimate.host.pinned_bytes if estimate.host else 0, memory_lock_bytes()
     if pinned and limited is not None and pinned // plan.machine.gpus > limited:
-        # NVIDIA's driver does not count what it pins; what registers memory with a network card is counted.
+        # NVIDIA's driver does not count pinned memory towards this limit; RDMA drivers do.
         what = f"each process pins {format_gib(pinned // plan.machine.gpus)} but may lock only {format_gib(limited)}"
         fix = "nothing to do unless pinning fails; then: ulimit -l unlimited (docker: --ulimit memlock=-1)"
         yield Check("pinned RAM", "note", what, fix)
 
 
 def memory_lock_bytes() -> int | None:
-    """How many bytes a process may lock (`ulimit -l`); None where there is no limit."""
+    """Bytes a process may lock (`ulimit -l`); None if unlimited."""
     if sys.platform == "win32":
         return None
     import resource
@@ -83,22 +84,22 @@ def memory_lock_bytes() -> int | None:
 
 
 def _on_disk(nbytes: int) -> str:
-    """Bytes as disks count them, of a tiny model too."""
+    """A size in decimal units, as disks are sold; in MB below 10 MB, so that tiny models do not show 0.00 GB."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**7 else f"{nbytes / 1e6:.2f} MB"
 
 
 def on_disk(
     output: Path, estimate: Estimate | None, keep: int, cache_bytes: int, lora_files: int = 0
 ) -> Iterator[Check]:
-    """Room for the checkpoints that are kept, the one being written, and the cache of the data; and a warning where
-    the LoRA files of all checkpoints, ``lora_files`` of them, may need more. Both files of one take about as much as
-    the adapter and its two states."""
+    """Checks disk space for the kept checkpoints, the one being written, and the cache of encoded data; and warns if
+    the LoRA files of all ``lora_files`` checkpoints may need more. The two LoRA files of a checkpoint take about as
+    much as the adapter with its two optimizer states."""
     if estimate is None:
         return
     try:
         there = next(place for place in (output.absolute(), *output.absolute().parents) if place.exists())
         free = shutil.disk_usage(there).free
-    except OSError as error:  # a folder above that others may not enter is one too
+    except OSError as error:  # also for a parent folder without permission to enter
         yield Check("disk", "error", f"cannot access {output}: {error.strerror}", "choose another --output", WRONG)
         return
     need = (keep + 1) * estimate.disk_bytes + cache_bytes
@@ -116,8 +117,8 @@ def on_disk(
 
 
 def versions(plan: Plan, cards: list[JsonObject]) -> Iterator[Check]:
-    """Checks of whether torch, diffusers and the driver are those that the plan was measured with; a note when it was
-    never measured."""
+    """Checks that torch, diffusers, the driver and the GPU are those the plan was measured with; a note if it was never
+    measured."""
     if not plan.evidence:
         yield Check("versions", "note", "the plan has not been measured yet", "test it here: --probe")
         return
@@ -139,7 +140,7 @@ def versions(plan: Plan, cards: list[JsonObject]) -> Iterator[Check]:
 
 
 def on_data(plan: Plan, sources: Sequence[DataSource], skip_bad: bool) -> tuple[JsonObject, list[Check]]:
-    """The data's clips by their headers, against the plan's shapes: nothing is decoded but a first frame."""
+    """Checks the clips of the data against the plan's shapes. Only headers and first frames are read."""
     profile = lookup.model(plan.job.model)
     for package in ("av", "PIL", "numpy"):
         if importlib.util.find_spec(package) is None:
@@ -170,15 +171,15 @@ def _size(shape: Any) -> dict[str, int]:
 
 
 def sample_bytes(profile: ModelProfile, job: Job) -> int:
-    """About what one encoded sample takes on disk: its latents, a condition as large where there is one, its caption
-    or sound.
+    """Approximate bytes of one encoded sample on disk: its latents, a condition of the same size, and its embedded
+    caption or sound.
 
-    At four bytes a number, though most plans keep two: room is better promised too late than missing.
+    Counts four bytes per number although most plans store two: better to overestimate than to fill the disk.
     """
     atoms = grid(profile, job.replace(buckets=()))
     latents = profile.vae.latent_channels
     for atom, patch in zip("FHW", profile.shape.patch, strict=True):
         latents *= atoms[atom] * patch
     width = max((profile.config.get(key) or 0 for key in TEXT_WIDTHS), default=0)
-    prompts = atoms["F"] if profile.inputs.get("sound") else 1  # what is heard around each frame
+    prompts = atoms["F"] if profile.inputs.get("sound") else 1  # sound is embedded for each latent frame
     return 4 * (2 * latents + prompts * atoms["T"] * width)

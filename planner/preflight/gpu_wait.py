@@ -1,4 +1,4 @@
-"""The cards that will train, as they are now: what is free on each, who holds the rest, and waiting for it."""
+"""The GPUs that will train: how much memory is free on each, which processes hold the rest, and waiting for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST_WAIT = 7 * 86_400
 
 
 def cards_of(plan: Plan) -> list[JsonObject]:
-    """The cards that will train, as NVML shows them now. Raises a VplanError when one is missing or does not answer."""
+    """The GPUs that will train, as NVML reports them. Raises a VplanError if one is missing or does not respond."""
     driver, cards = doctor.visible()
     if driver["error"]:
         fix = "run it on a machine with one; without one: --device cpu for tiny models, --login-node to check all else"
@@ -38,15 +38,15 @@ def cards_of(plan: Plan) -> list[JsonObject]:
 
 
 def _with_free(card: JsonObject) -> JsonObject:
-    """A card that shares the CPU's memory has no number of its own: what the system has is what it has."""
+    """The card; if it shares the CPU's memory and NVML reports no free bytes, with those of the system."""
     if card["free_bytes"] is not None or not (card["known_as"] and card_lookup.gpu(card["known_as"]).unified):
         return card
     return {**card, "free_bytes": doctor.host_ram()["available_bytes"], "unified": True}
 
 
 def on_card(card: JsonObject, need: Need) -> Iterator[Check]:
-    """Checks whether a card has as much free memory as the plan needs, phase by phase; names the processes that hold
-    the rest."""
+    """Checks that a card has the free memory the plan needs in each phase, and names the processes that hold the
+    rest."""
     name, free = f"GPU {card['index']}", card["free_bytes"]
     if free is None:
         fix = "see `nvidia-smi`; a probe shows whether it fits: --probe"
@@ -55,7 +55,7 @@ def on_card(card: JsonObject, need: Need) -> Iterator[Check]:
     most = max(need.phases.values(), default=need.high_bytes) or 1
     short = {
         phase: nbytes for phase, nbytes in need.phases.items() if nbytes * need.low_bytes > free * most
-    }  # each phase's low end, as far below its number as the peak's is
+    }  # low ends of the phases, taken to be in the same ratio to their estimates as the peak's
     there = f"{name} ({card['name']}) has {format_gib(free)} free"
     fix = "stop other programs there, wait for them (--wait 10m), or use less memory"
     if need.low_bytes > free:
@@ -76,7 +76,7 @@ def on_card(card: JsonObject, need: Need) -> Iterator[Check]:
 
 
 def _held(card: JsonObject) -> str:
-    """Who has what of a card, in words to put behind; containers and Windows hide some of it."""
+    """The processes that hold a card's memory, as "; ..." to append to a message. Containers and Windows hide some."""
     used = card["used_bytes"] or 0
     if used <= HELD_BYTES:
         return ""
@@ -92,9 +92,10 @@ def _held(card: JsonObject) -> str:
 def wait(
     plan: Plan, need: Need, cards: list[JsonObject], seconds: float, say: Callable[[str], None]
 ) -> tuple[list[JsonObject], float]:
-    """The cards once each has free what the plan takes, or as they are when the time is over; and how long it took.
+    """Waits until each card has enough free memory, at most ``seconds``. Returns the cards' last state and the seconds
+    waited.
 
-    Where even an empty card has less than the plan may take, its least will do.
+    Enough is the plan's upper bound, or its lower bound if even an empty card is smaller than the upper one.
     """
     began, last_line = time.monotonic(), ""
     while True:
@@ -118,8 +119,8 @@ def _target(card: JsonObject, need: Need) -> int:
 
 
 def parse_wait(text: str) -> float:
-    """The seconds of a waiting time such as `90s`, `10m`, `2h` or a plain number. Raises a VplanError for anything
-    else, or for more than a week."""
+    """Seconds of a waiting time such as `90s`, `10m`, `2h` or a plain number. Raises a VplanError for anything else, or
+    for more than a week."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)\s*(s|sec|m|min|h)?", text.strip().lower(), re.ASCII)
     seconds = float(match[1]) * {"m": 60, "h": 3600}.get((match[2] or "s")[0], 1) if match else math.inf
     if seconds > LONGEST_WAIT:

@@ -1,8 +1,8 @@
-"""Before a long job: does the plan fit this machine as it is now? Memory, who holds it, RAM, disk, versions, data.
+"""Does a plan fit this machine as it is now? Checks free GPU memory, host RAM, disk, versions and data before a long
+job.
 
-What the machine is like comes from `planner.hardware.doctor`, what the plan needs from an estimate or a measurement of
-that very plan; here the two are held against each other. Nothing is started and no GPU is touched, unless a probe is
-asked for.
+Compares the machine's state (`planner.hardware.doctor`) with what the plan needs by an estimate or by a measurement of
+that very plan. Nothing is started and no GPU is touched, unless a probe is requested.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from planner.units import format_gib
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """All checks before a start, with the numbers that they compare."""
+    """All checks, with the numbers they compare."""
 
     checks: tuple[Check, ...]
     estimate: Estimate | None = None
@@ -43,11 +43,11 @@ class PreflightReport:
     waited_seconds: float = 0.0
     data: JsonObject = field(default_factory=dict)
     login_node: bool = False
-    """whether the GPUs are those of another machine, which a job finds"""
+    """whether the GPUs are on another machine, to which a job is submitted"""
 
     @property
     def fault(self) -> Check | None:
-        """The first check that failed; None when the plan may start."""
+        """The first failed check; None when the plan may start."""
         return next((one for one in self.checks if one.level == "error"), None)
 
     def raise_fault(self) -> None:
@@ -75,27 +75,27 @@ class PreflightReport:
 
 @dataclass(frozen=True)
 class PreflightOptions:
-    """What a plan is checked against on this machine (device, data, output folder, checkpoints to keep), and whether to
-    wait or probe."""
+    """What a plan is checked against on this machine, and whether to wait or probe."""
 
     device: Literal["cuda", "cpu"] = "cuda"
     sources: tuple[DataSource, ...] = ()
     output: Path | None = None
     keep_checkpoints: int = 2
-    """checkpoints that are kept; one more is there while it is written"""
+    """checkpoints to keep; another one exists while it is being written"""
     checkpoints: int = 0
-    """how many the run writes in all, where that is known: their LoRA files stay"""
+    """how many the run writes in all, if known: the LoRA files of all of them stay"""
     wait_seconds: float = 0.0
     skip_bad: bool = False
     probe: bool = False
     login_node: bool | None = False
-    """whether this machine only submits jobs; None: where it has no GPU, and a command for that"""
+    """whether this machine only submits jobs; None: if it has no GPU but a command to submit jobs"""
 
 
 def preflight(plan: Plan, options: PreflightOptions, say: Callable[[str], None] = lambda text: None) -> PreflightReport:
-    """All checks of a plan on this machine. A VplanError only where there is nothing to check: no GPU, or no estimate.
+    """Runs all checks of a plan on this machine. Raises a VplanError only when nothing can be checked: there is no GPU,
+    or no estimate.
 
-    `say` gets a line when something is waited for or takes long.
+    `say` gets a line before each wait or slow check.
     """
     cards: list[JsonObject] = []
     submits = _is_login_node(options)
@@ -103,7 +103,7 @@ def preflight(plan: Plan, options: PreflightOptions, say: Callable[[str], None] 
         cards = cards_of(plan)
     rehearses = WorkerPython().is_virtual
     estimate, checks = estimated(plan, must=options.device == "cuda" and not options.probe and not rehearses)
-    # What this very plan took when it was measured on such a card beats what an estimate of it says, but for host RAM.
+    # A measurement of this very plan on such a card overrides the estimate, except for host RAM.
     need = needed(plan, estimate, cards)
     if (
         need
@@ -121,7 +121,7 @@ def preflight(plan: Plan, options: PreflightOptions, say: Callable[[str], None] 
         checks.append(Check("GPU", "note", what))
     else:
         checks += list(on_host(plan, estimate))
-    if rehearses:  # what it takes is what the rehearsal is to find out
+    if rehearses:  # how much it needs is what the rehearsal is for
         checks = [each._replace(level="warning") if each.exit_code == SHORT else each for each in checks]
     output = options.output or Path.cwd()
     data, more = on_data(plan, options.sources, options.skip_bad) if options.sources else ({}, [])
@@ -131,14 +131,17 @@ def preflight(plan: Plan, options: PreflightOptions, say: Callable[[str], None] 
     if plan.evidence or not options.probe:
         checks += list(versions(plan, cards))
     row = None
-    if options.probe and not any(entry.level == "error" for entry in checks):  # it would fail for a known reason
-        row, more = _probed(plan, options.device, cards, say)
+    if options.probe and not any(entry.level == "error" for entry in checks):  # else it would fail for a known reason
+        # An estimate that peaks in encoding is not tested by steps alone.
+        encodes = estimate is not None and estimate.peak.phase == "encode"
+        row, more = _probed(plan, options.device, encodes, cards, say)
         checks += more
     return PreflightReport(tuple(checks), estimate, need, tuple(cards), row, waited_seconds, data, submits)
 
 
 def _is_login_node(options: PreflightOptions) -> bool:
-    """Whether this machine's own GPUs do not count. Raises a VplanError for a probe there."""
+    """Whether this machine only submits jobs, so that its own GPUs are not checked. Raises a VplanError if a probe is
+    requested on one."""
     submits = options.login_node
     if submits is None:
         submits = options.device == "cuda" and bool(doctor.gpus()[0]["error"]) and doctor.submits_with() is not None
@@ -148,8 +151,8 @@ def _is_login_node(options: PreflightOptions) -> bool:
 
 
 def ready(plan: Plan) -> Plan:
-    """The plan with open fields filled in, or a VplanError for what contradicts; for our own trainer also for what it
-    does not apply. What the file says it will take is left behind: it may be of another version, or edited."""
+    """The plan with open fields filled in and its stored estimate dropped, which may be outdated or edited. Raises a
+    VplanError for contradictions, and for options that our trainer does not apply if it is the plan's."""
     if plan.trainer == "vplan":
         return supported_plan(plan, trained=True).replace(ladder=plan.ladder, evidence=plan.evidence)
     profile = lookup.model(plan.job.model)
@@ -161,8 +164,8 @@ def ready(plan: Plan) -> Plan:
 
 
 def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
-    """(estimate, checks): the plan estimated again on this version, and whether it fits its own budget. Where nothing
-    is recorded of it: a VplanError with `must`, else None."""
+    """(estimate, checks): the plan estimated anew by this version, and whether it fits its own budget. If no recording
+    covers it: a NotEstimatedError with `must`, else None and a warning."""
     profile, (_, card) = lookup.model(plan.job.model), card_lookup.parse_gpus(plan.machine.gpu)
     try:
         machine = plan.machine.replace(torch=doctor.torch_release()) if plan.trainer == "vplan" else plan.machine
@@ -189,7 +192,8 @@ def estimated(plan: Plan, *, must: bool) -> tuple[Estimate | None, list[Check]]:
 
 
 def needed(plan: Plan, estimate: Estimate | None, cards: list[JsonObject]) -> Need | None:
-    """What each GPU must have free. A probe of this very plan, on such a card with this torch, says more than we do."""
+    """What each GPU must have free: as probed, if this very plan was probed on such a card with this torch; else as
+    estimated."""
     phases: dict[str, int] = {}
     if estimate:
         phases |= {phase: peak.device_bytes for phase, peak in estimate.phases.items()}
@@ -207,17 +211,16 @@ def needed(plan: Plan, estimate: Estimate | None, cards: list[JsonObject]) -> Ne
 
 
 def _probed(
-    plan: Plan, device: Literal["cuda", "cpu"], cards: list[JsonObject], say: Callable[[str], None]
+    plan: Plan, device: Literal["cuda", "cpu"], encodes: bool, cards: list[JsonObject], say: Callable[[str], None]
 ) -> tuple[JsonObject, list[Check]]:
-    """Probes the plan now; returns the row of the ledger as JSON, and the check that it amounts to."""
+    """Probes the plan; returns the ledger row as JSON, and the resulting check."""
     from planner.probe.probe import RealRunner, probe
 
     say("probing: a few real steps ...")
-    encodes = plan.estimate is not None and plan.estimate.peak.phase == "encode"  # what is cached before decides
-    probe_row = probe(plan, RealRunner(device=device, encode=encodes, command="vplan preflight --probe"))
+    probe_row = probe(plan, RealRunner(device=device, command="vplan preflight --probe"), encode=encodes)
     try:
         Ledger(default_path()).append(probe_row)
-    except VplanError as error:  # one that cannot be kept is still an answer
+    except VplanError as error:  # the probe answers even if its row cannot be stored
         say(f"warning: {error}")
     row = probe_row.to_json()
     measured, message = row["measured"], row["details"].get("message", "")

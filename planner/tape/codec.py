@@ -38,10 +38,10 @@ from planner.tape.packed_json import DAMAGES, damaged_file, write_packed
 from planner.tape.packs import read_recording
 
 GROW = "grow"
-"""What a `Growing` size begins with in the file, where a `Monomial` has its coefficient."""
+"""First item of a `Growing` size in the file, where a `Monomial` has its coefficient."""
 
 MAX_BLOCKS = 10_000
-"""More than any model has; a piece is laid out block by block."""
+"""More blocks than any model has; a limit, because a piece is laid out block by block."""
 
 MAX_FACTOR = 1 << 48
 """The largest coefficient of a size: 256 TiB."""
@@ -92,15 +92,15 @@ _FILE = SchemaValidator(
         },
     )
 )
-"""The file, but for its events and sizes."""
+"""Schema of the file, except for events and sizes."""
 
 _FAULTS = (ValueError, TypeError, KeyError, IndexError)
-"""What a text that is no tape may raise: pydantic's errors are ValueErrors."""
+"""Exceptions of parsing a text that is not a tape; pydantic's errors are ValueErrors."""
 
 
 def read_tape(path: Path) -> Tape:
-    """The tape of a file, or of that path in a pack; a VplanError that names it where it is damaged, or says which
-    format it has."""
+    """Reads the tape at a path, in a file of its own or in a pack. Raises a VplanError with the path if it is damaged,
+    or with the format if that is unknown."""
     try:
         return _parsed(lambda: read_recording(path))
     except VplanError:
@@ -110,7 +110,7 @@ def read_tape(path: Path) -> Tape:
 
 
 def parse_tape(text: str | bytes) -> Tape:
-    """The tape of a file's JSON text; a VplanError where it is none."""
+    """Parses the JSON text of a tape file. Raises a VplanError if it is not a tape."""
     try:
         return _parsed(lambda: from_json(text))
     except VplanError:
@@ -120,7 +120,7 @@ def parse_tape(text: str | bytes) -> Tape:
 
 
 def write_tape(tape: Tape, path: Path) -> Path:
-    """Writes a tape file, byte for byte the same for the same tape; returns its path."""
+    """Writes a tape file, with identical bytes for identical tapes; returns its path."""
     return write_packed(tape_json(tape), path)
 
 
@@ -175,7 +175,7 @@ def _parsed(read: Callable[[], Any]) -> Tape:
 
 
 class _Reader:
-    """A file's JSON, turned into a Tape; raises one of `_FAULTS` where it is none."""
+    """Turns a file's JSON into a Tape. Raises one of `_FAULTS` if it is not a tape."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         if data["format"] not in READABLE:

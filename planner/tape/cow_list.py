@@ -1,4 +1,4 @@
-"""A list that is copied often and changed little."""
+"""A copy-on-write list, for lists that are copied often and changed little."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class CowList(Sequence[T]):
-    """A copy-on-write list: copies share the items they began with, and each has its own list of those added since.
+    """A copy-on-write list: copies share the items they started with, and each has a list of its own for added ones.
 
-    A recording laid out is 100,000 buffers, and every strategy that is tried adds a few to a copy of it.
+    A recording laid out has 100,000 buffers, and every strategy that is tried adds a few to a copy.
     """
 
     __slots__ = ("_count", "_own", "_shared")
@@ -33,7 +33,7 @@ class CowList(Sequence[T]):
         return other
 
     def append(self, item: T) -> None:
-        """Adds an item at the end of this list; copies made before do not get it."""
+        """Appends an item to this list only; earlier copies do not get it."""
         self._own.append(item)
 
     def __iadd__(self, items: Iterable[T]) -> CowList[T]:
@@ -48,7 +48,7 @@ class CowList(Sequence[T]):
         self._own[index - self._count] = item
 
     def update(self, changes: Mapping[int, T]) -> None:
-        """Sets several items, by their indices from the beginning of the list."""
+        """Sets several items. ``changes``: index -> item."""
         if min(changes, default=self._count) < self._count:
             self[min(changes)] = changes[min(changes)]  # from here on nothing is shared
         for index, item in changes.items():

@@ -20,37 +20,37 @@ from typing import Any, NamedTuple
 from planner.errors import NotRecordedError, VplanError
 
 FORMAT = 2
-"""Number of the file format. A change that old readers misread takes the next."""
+"""Number of the file format; increased by changes that old readers would misread."""
 
 READABLE = (1, FORMAT)
-"""Formats that are read. In 1 a free has the number of its section, and counts all positions from the first."""
+"""Formats that can be read. In format 1 a free has the number of its section, and positions count from the first."""
 
 ATOMS = ("B", "F", "H", "W", "T", "R", "E")
 """Batch, frames, rows and columns of the patch grid, text tokens, LoRA rank, and extra tokens: reference images, audio.
 A tape lists those its model has."""
 
 CATEGORIES = ("weight", "gradient", "optimizer", "batch", "activation", "temporary", "workspace")
-"""What an allocation holds; an event stores the index. The first four have names that other pieces refer to."""
+"""What an allocation holds; an event stores the index. Tensors of the first four have names that other pieces use."""
 
 ATTENTION_KERNELS = ("any", "flash")
-"""With which attention kernel an allocation happens: with any, or with flash attention alone (its workspaces)."""
+"""Attention kernel with which an allocation happens: any, or flash attention only (its workspaces)."""
 
 KINDS = ("matmul", "attention", "convolution", "pointwise", "kernels")
-"""What an entry of `OperatorWork` counts; of ``kernels``, ``flops`` is the number of kernel launches."""
+"""What an entry of `OperatorWork` counts; for ``kernels``, ``flops`` is the number of kernel launches."""
 
 HEAD, TAIL = 2, 2
-"""Blocks kept from either end of a sweep, whose events differ from those of the blocks between them."""
+"""Blocks kept from the start and the end of a sweep, whose events differ from those of the blocks in between."""
 
 NO_BLOCK, RELATIVE, FROM_FIRST, FROM_LAST = range(4)
-"""How an address names a block: not at all; relative to the block at hand; by index; by index less the run's count.
-The last two are for blocks that an event outside the run refers to, so that they hold at every depth."""
+"""How an address names a block: not at all; relative to the current block; by index; by index minus the run's count.
+The last two are for events outside the run that refer to a block, so that they hold at every depth."""
 
 
 class Monomial(NamedTuple):
     """``coefficient * product(atom ** exponent)``, times a dimension rounded up to ``multiple`` when that is not 0.
 
-    With a negative multiple there is nothing where the dimension needs no rounding: a copy that is made to round it up.
-    With ``above`` it is only rounded where the rest of the product is more than that.
+    With a negative multiple the size is 0 if the dimension needs no rounding: a copy that is only made to round it up.
+    With ``above`` the dimension is only rounded if the rest of the product is larger than that.
     """
 
     coefficient: int
@@ -72,7 +72,7 @@ class Monomial(NamedTuple):
 
 
 class Growing(NamedTuple):
-    """A size that grows from block to block: ``base + slope * index``. Chunks of a VAE that are joined one by one."""
+    """A size that grows from block to block, ``base + slope * index``: a VAE that concatenates chunks one by one."""
 
     base: Monomial
     slope: Monomial
@@ -83,7 +83,7 @@ class Growing(NamedTuple):
 
 
 def values_of(sizes: Iterable[Monomial], atoms: Sequence[int]) -> list[int]:
-    """`Monomial.value` of each: a tape has hundreds of sizes, and a few dozen products of atoms among them."""
+    """`Monomial.value` of each, faster: a tape has hundreds of sizes but only a few dozen products of atoms."""
     products: dict[tuple[int, ...], int] = {}
     values = []
     for size in sizes:
@@ -124,9 +124,9 @@ class NamedAllocation(NamedTuple):
     op: int
     kernel: int
     owners: int
-    """1: the following fields say whose it is"""
+    """1: the following fields identify its owner"""
     mode: int
-    """how ``block`` names the block that it belongs to, see `NO_BLOCK`"""
+    """how ``block`` names the block it belongs to, see `NO_BLOCK`"""
     run: int
     """index into the tape's ``runs``, -1 outside the blocks"""
     block: int
@@ -135,21 +135,21 @@ class NamedAllocation(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A free of what a section of the same piece allocated. Counted back from the event, so that sections that do the
-    same have the same events."""
+    """A free of what a section of the same piece allocated. It counts back from the event, so that sections that do the
+    same have identical events."""
 
     back: int
-    """how many sections before this one; 0 for this one"""
+    """number of sections before this one; 0 for this one"""
     mode: int
     """how ``block`` names the block at which that section allocated it"""
     block: int
     position: int
-    """which of the allocations of the section's template; of those of this template at this block, how many came behind
-    it so far"""
+    """index among the allocations of that section's template; for an own allocation at this block (`is_own`), the
+    number of allocations since"""
 
     @property
     def is_own(self) -> bool:
-        """Whether it frees what the same template allocated at the same block."""
+        """Whether it frees an allocation of the same template at the same block."""
         return self.back == 0 and (self.mode == NO_BLOCK or (self.mode == RELATIVE and self.block == 0))
 
 
@@ -170,7 +170,7 @@ Event = Allocation | NamedAllocation | Free | NamedFree
 EVENT_TYPES: Mapping[int, type[Event]] = {
     len(kind._fields): kind for kind in (Free, Allocation, NamedFree, NamedAllocation)
 }
-"""By the number of fields: 4, 5, 6 and 9."""
+"""Event types by their number of fields: 4, 5, 6 and 9."""
 
 _FREE, _NAMED_FREE = len(Free._fields), len(NamedFree._fields)
 
@@ -191,7 +191,7 @@ def counted_back(arrays: Iterable[list[int]], section: int) -> list[list[int]]:
 
 
 class OperatorWork(NamedTuple):
-    """What the operators of one kind in a template compute and move: coefficients of one product of atoms."""
+    """FLOPs and bytes of a template's operators of one kind, as coefficients of one product of atoms."""
 
     kind: int
     """index into `KINDS`"""
@@ -204,10 +204,10 @@ class OperatorWork(NamedTuple):
 
 
 class Template(NamedTuple):
-    """The events of one block, or of one stretch outside the blocks, and what its operators compute.
+    """The events of one block, or of one stretch outside the blocks, and the work of its operators.
 
-    Events are kept as the file has them, an array of fields each, which `EVENT_TYPES` tells apart by their number: a
-    search reads 30,000 of them, and `planner.tape.templates` is the only one to unpack them at once.
+    Events are kept as in the file, as arrays of fields whose length determines the type (`EVENT_TYPES`): a search reads
+    30,000 of them, and only `planner.tape.templates` unpacks them all.
     """
 
     arrays: list[list[int]]
@@ -236,27 +236,27 @@ class Section(NamedTuple):
     step: int = 0
     """+1 or -1 for a sweep up or down the blocks of the run"""
     block: int = 0
-    """of a single block: its index, less the run's count when it is negative"""
+    """for a single block: its index; a negative one counts from the run's end"""
     order: list[int] | None = None
-    """of a sweep over unlike blocks, all of them recorded: which template each block uses"""
+    """for a sweep over blocks that differ, all of which are recorded: the template of each block"""
 
 
 @dataclass(frozen=True)
 class BlockRun:
-    """Like blocks in a row: ``count`` of the full model, in module list ``module_list`` from block ``start``."""
+    """Consecutive identical blocks: ``count`` of them in the full model, in ``module_list`` from block ``start``."""
 
     module_list: str
     start: int
     count: int
     recorded: int
-    """blocks that were there when it was recorded"""
+    """number of blocks in the recorded model"""
 
 
 Sums = Mapping[str, tuple[int, tuple[str, ...]]]
-"""Name of a length -> (constant, products of atoms that are added to it): {"S": (226, ("FHW",))} is 226 + F * H * W."""
+"""Name of a length -> (constant, products of atoms to add): {"S": (226, ("FHW",))} is 226 + F * H * W."""
 
 RoundedUp = Mapping[str, tuple[str, int]]
-"""Name of a length -> (product of atoms, unit it is counted in): {"P": ("HW", 32)} is H * W / 32, rounded up."""
+"""Name of a length -> (product of atoms, divisor): {"P": ("HW", 32)} is H * W / 32, rounded up."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,12 +266,13 @@ class Tape:
     model: str
     variant: str
     versions: Mapping[str, str]
-    """of torch, diffusers and peft (or transformers) that it was recorded with"""
+    """of torch, diffusers and peft (or transformers) at recording"""
     regime: Mapping[str, int]
-    """Atoms it holds at one value only, e.g. {"B": 1} or {"T": 512}; every other atom is free."""
+    """Atoms for which it holds at one value only, e.g. {"B": 1} or {"T": 512}; every other atom is free."""
 
     atoms: tuple[str, ...]
-    """what exponents are of, in order: those of `ATOMS` that its model has, and names of ``sums`` and ``rounded``"""
+    """the atoms to which exponents belong, in order: those of `ATOMS` that its model has, and names of ``sums`` and
+    ``rounded``"""
     sums: Sums
     sizes: tuple[Monomial | Growing, ...]
     runs: tuple[BlockRun, ...]
@@ -280,19 +281,19 @@ class Tape:
     """operators that allocate, without "aten." """
     pieces: Mapping[str, list[Section]]
     tile: tuple[int, ...] | None = None
-    """of a part around the model; of a VAE: rows and columns of a tile, and of the stride between tiles, pixels"""
+    """for a VAE or text encoder only; for a VAE, rows and columns of a tile and of the stride between tiles, pixels"""
     rounded: RoundedUp = field(default_factory=dict)
     operators: tuple[str, ...] = ()
-    """every operator that ran, allocating or not"""
+    """every operator that ran, whether it allocates or not"""
     columns: dict[tuple[int, bool], Any] = field(default_factory=dict, init=False, repr=False)
-    """(id of a template's arrays, whether it is of a part around the model) -> its columns, see
+    """(id of a template's arrays, whether it is of a VAE or text encoder) -> its columns, see
     `planner.tape.templates`."""
     alike: dict[str, list[tuple[list[list[int]], Any]]] = field(default_factory=dict, init=False, repr=False)
-    """The first and the last event, their number, as above -> the arrays and columns of templates with these."""
+    """Fingerprint of a template (first and last event, their number) -> arrays and columns of templates with it."""
     sound: set[str] = field(default_factory=set, init=False, repr=False)
-    """pieces whose frees were found to refer to what is there"""
+    """pieces whose frees were checked to refer to existing allocations"""
     shares: dict[str, float] = field(default_factory=dict, init=False, repr=False)
-    """`recorded_share` of the parameters it was asked for: a search asks for the same ones a hundred times."""
+    """cache of `recorded_share` by parameters: a search asks for the same ones a hundred times."""
 
     @functools.cached_property
     def growing(self) -> frozenset[int]:

@@ -1,8 +1,8 @@
-"""How what is allocated rises and falls along a tape of a text encoder or a VAE, without laying it out.
+"""Change and peak of the allocated bytes over a tape of a text encoder or a VAE, without laying it out.
 
-A clip is encoded chunk by chunk, up to 250 of them, and every chunk is laid out with its own buffers. What a chunk does
-to the allocated bytes is the same for all chunks, but for the few tensors that grow from one to the next: so it is
-summed up once, between those tensors.
+A clip is encoded in up to 250 chunks, and laying out gives every chunk its own buffers. The effect of a chunk on the
+allocated bytes is the same for all chunks, except for the few tensors that grow from one to the next, so the events
+between those tensors are summed up once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from planner.tape.templates import TemplateColumns, columns_of, in_order, sectio
 
 
 class Level(NamedTuple):
-    """How events change the allocated bytes, each buffer in the allocator's whole blocks."""
+    """The effect of events on the allocated bytes, with buffers rounded up to the allocator's blocks."""
 
     rise: int
-    """in the end"""
+    """change after the last event"""
     peak: int
-    """at the most on the way; 0 of no events"""
+    """largest change on the way; 0 without events"""
 
 
 class _Between(NamedTuple):
-    """The events of a template up to one whose size is known only at the block."""
+    """The events of a template up to the next one whose size depends on the block."""
 
     level: Level
     event: int
@@ -42,16 +42,16 @@ class PartLevels:
         self.part = part
         self.values = tape.values(part.grid)
         self.outputs: dict[str, int] = {}
-        """bytes of the tensors outside the blocks that have a name and were made so far"""
+        """bytes of the named tensors outside the blocks allocated so far"""
         self.frees_by_name = False
-        """whether something so far is freed by its name: made by another piece, so it is in no level"""
+        """whether a tensor of another piece was freed by name so far; no level includes it"""
         self._whole: dict[int, int] = {}
-        """index into the tape's sizes -> bytes in the allocator's whole blocks"""
+        """index into the tape's sizes -> bytes, rounded up to the allocator's blocks"""
         self._between: dict[tuple[int, ...], list[_Between]] = {}
 
     def piece(self, name: str, counts: Sequence[int] | None = None) -> Level:
-        """The level of a piece. ``counts``: blocks per run, else the full model's. A VplanError for a tape whose events
-        free what is not there."""
+        """The level of a piece. ``counts``: blocks per run, by default the full model's. Raises a VplanError if the
+        tape frees what was not allocated."""
         try:
             return self._piece(name, list(counts or [run.count for run in self.tape.runs]))
         except KeyError as error:
@@ -84,8 +84,8 @@ class PartLevels:
         return Level(level, peak)
 
     def _stretch(self, rows: list[tuple[TemplateColumns, int]]) -> list[_Between]:
-        """The levels of a template between the events of tensors that grow. ``rows``: its own columns, then those of
-        what it frees, each with the block."""
+        """The levels of a template between the events of growing tensors. ``rows``: its own columns, then those of the
+        templates whose tensors it frees, each with the block."""
         key = tuple(id(columns) for columns, _ in rows)
         if key not in self._between:
             columns = rows[0][0]
@@ -120,7 +120,7 @@ class PartLevels:
 
 
 def _parts(changes: list[int], apart: list[int]) -> Iterator[_Between]:
-    """What happens between the events that stand ``apart``, and behind the last of them."""
+    """The levels between the events at the indices ``apart``, and after the last of them."""
     start = 0
     for event in (*apart, len(changes)):
         between = changes[start:event]
@@ -130,5 +130,5 @@ def _parts(changes: list[int], apart: list[int]) -> Iterator[_Between]:
 
 
 def whole_blocks(nbytes: int) -> int:
-    """Bytes in the allocator's whole blocks."""
+    """Bytes rounded up to the allocator's blocks."""
     return -(-nbytes // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES

@@ -1,4 +1,4 @@
-"""Gzipped JSON, as tapes and tables of parameters are stored: same data, same bytes; and bounded when read."""
+"""Gzipped JSON, the format of tapes and parameter tables: deterministic when written, bounded in size when read."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from planner.tape.format import DAMAGED_FIX
 from planner.untrusted import read_bytes
 
 MAX_FILE_BYTES = 16 << 20
-"""A bundled tape has 100 kB at most; one of an own model whose blocks all differ may have ten times as much."""
+"""Bundled tapes have at most 100 kB; one of a user's model whose blocks all differ may have ten times as much."""
 
 MAX_TEXT_BYTES = 256 << 20
-"""Zeros pack to a thousandth: a small file can claim any size."""
+"""Zeros compress a thousandfold, so a small file could unpack to any size."""
 
 
 def pack(data: Any) -> bytes:
-    """The file of some JSON, byte for byte the same for the same data: keys are sorted, and no time is written."""
+    """JSON data as gzip bytes, identical for identical data: keys are sorted, and the timestamp is 0."""
     return gzipped(as_text(data))
 
 
 def gzipped(text: bytes, level: int = 9) -> bytes:
-    """The file of a JSON text. ``level``: zlib's, 9 for the smallest."""
+    """A JSON text as gzip bytes without a timestamp. ``level``: of zlib, 9 is the smallest."""
     return gzip.compress(text, level, mtime=0)
 
 
 def as_text(data: Any) -> bytes:
-    """JSON without a space in it, its keys sorted."""
+    """Data as JSON without whitespace and with sorted keys."""
     return json.dumps(data, separators=(",", ":"), sort_keys=True).encode()
 
 
 def unpack(path: Path) -> bytes:
-    """The JSON text of a file; an OSError, EOFError, ValueError or zlib.error where it is damaged or too large."""
+    """The JSON text of a file. Raises an OSError, EOFError, ValueError or zlib.error if it is damaged or too large."""
     packed = read_bytes(path, MAX_FILE_BYTES)
     stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)  # with gzip's header and checksum
     text = stream.decompress(packed, MAX_TEXT_BYTES)
@@ -55,7 +55,7 @@ def write_packed(data: Any, path: Path) -> Path:
 
 
 DAMAGES = (OSError, EOFError, zlib.error, ValueError, RecursionError)
-"""What unpacking and parsing a file that is damaged may raise."""
+"""Exceptions of unpacking and parsing a damaged file."""
 
 
 def damaged_file(path: Path, error: Exception) -> VplanError:

@@ -1,7 +1,7 @@
-"""Which of a model's weights are parameters, and how they divide: what an engine that splits weights must know.
+"""Which of a model's weights are parameters, and the sizes of their first dimensions, for engines that shard weights.
 
-A tape calls everything a model loads a weight, tables of positions too, and knows bytes but not shapes. FSDP2 splits a
-parameter by rows of its first dimension, and no engine splits a table.
+A tape calls everything a model loads a weight, including buffers such as position tables, and knows bytes but not
+shapes. FSDP2 shards a parameter by rows of its first dimension; no engine shards buffers.
 """
 
 from __future__ import annotations

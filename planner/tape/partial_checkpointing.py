@@ -1,10 +1,10 @@
-"""Checkpointing of the first blocks only, put together from two recordings: nothing checkpointed, and every block.
+"""Checkpointing of only the first blocks, combined from two recordings: without checkpointing, and of every block.
 
-Forward runs the same operators either way, so both recordings allocate the same there and differ in what they free;
-backward of a block is the one or the other. What crosses the border between a block that is checkpointed and one that
-is not is found by what it is: in forward by its place among its block's allocations, in backward by its size among
-what leaves its block. Of a tensor that several blocks hold the last one frees it.
-tests/planner/tape/test_partial_checkpointing.py compares with direct recordings.
+Forward runs the same operators either way, so both recordings make the same allocations there and differ only in what
+they free; backward of each block comes from one or the other. Tensors that cross between a checkpointed block and one
+that is not are matched across the recordings: in forward by their order of allocation, in backward by their size among
+those that outlive their block. A tensor held by several blocks is freed by the last one.
+tests/planner/tape/test_partial_checkpointing.py compares the result with direct recordings.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ Pair = tuple[Moment, list[int], list[int]]
 
 
 class Crossing(NamedTuple):
-    """Buffers that one stretch makes or frees and that the other stretches, or its other recording, must agree on."""
+    """Buffers that a stretch makes or frees and on which it must agree with other stretches, or with its counterpart in
+    the other recording."""
 
     made: frozenset[int]
     freed: frozenset[int]
 
 
 class BothSteps:
-    """A step without checkpointing and with it, side by side: what is the same for any number of blocks."""
+    """A step without and with checkpointing, side by side: the part that is the same for any number of blocks."""
 
     def __init__(self, program: Program, model: str, plain: Stage, full: Stage) -> None:
-        """``plain`` and ``full``: the step of the model's either recording, the second unfolded beside the first.
+        """``plain`` and ``full``: the steps of the model's two recordings, the second by `Program.unfold_beside`.
 
-        Raises a NotRecordedError where the two recordings do not walk alike.
+        Raises a NotRecordedError if the two recordings differ in forward.
         """
         pairs = list(_pairs(plain, full))
         self.full = full
@@ -45,7 +46,7 @@ class BothSteps:
         self._steps: dict[int, tuple[Stage, frozenset[Block]]] = {}
 
     def first(self, count: int) -> tuple[Stage, frozenset[Block]]:
-        """(the step in which the first ``count`` blocks are checkpointed, those blocks). Not to be changed.
+        """(the step with the first ``count`` blocks checkpointed, those blocks). Callers must not modify them.
 
         Raises a VplanError for more blocks than there are.
         """
@@ -70,8 +71,9 @@ class BothSteps:
         return Stage("step", stretches), chosen
 
     def _free_once(self, stretches: list[tuple[Moment, list[int]]], sides: list[int]) -> None:
-        """Leaves the last free of everything, takes away those of what was not made, and frees what nobody holds any
-        more where either recording does, a little late. Weights that are cast away come back within a stretch."""
+        """Keeps only the last free of each buffer, removes frees of buffers that were not made, and frees those that no
+        chosen stretch frees at the end of the first stretch that does in either recording. Weights are exempt: they may
+        be cast, freed and made again."""
         chosen = [crossing[side] for crossing, side in zip(self.crossing, sides, strict=True)]
         made = frozenset().union(*(crossing.made for crossing in chosen))
         last = {buffer: position for position, crossing in enumerate(chosen) for buffer in crossing.freed}
@@ -88,8 +90,8 @@ class BothSteps:
 
 
 def _crossing(pairs: list[Pair]) -> list[tuple[Crossing, Crossing]]:
-    """Of every pair of stretches the buffers that are freed somewhere and are not made and freed in one stretch alone,
-    in both recordings alike."""
+    """For every pair of stretches, the buffers that are freed somewhere, without those that both recordings make and
+    free within one and the same stretch."""
     made = [[frozenset(event for event in events if event >= 0) for events in pair[1:]] for pair in pairs]
     freed = [[frozenset(~event for event in events if event < 0) for events in pair[1:]] for pair in pairs]
     places: dict[int, set[int]] = {}
@@ -111,7 +113,7 @@ def _crossing(pairs: list[Pair]) -> list[tuple[Crossing, Crossing]]:
 
 
 def checkpointed_blocks(pairs: list[Pair]) -> list[Block]:
-    """The blocks of which checkpointing keeps less, in the order they run."""
+    """The blocks that backward recomputes, in the order they run."""
     found: dict[Block, None] = {}
     for moment, events, recomputed in pairs:
         if moment.passes == "backward" and moment.block >= 0 and _allocations(recomputed) > _allocations(events):
@@ -129,7 +131,8 @@ def _block(moment: Moment) -> Block:
 
 
 def _pairs(without: Stage, with_it: Stage) -> Iterator[Pair]:
-    """Stretches of the same moment side by side; where a recording has none (nothing is freed there), an empty one."""
+    """Pairs the stretches of the same moment. If one recording has none (because nothing happens there), its events are
+    empty."""
     ours, theirs = without.stretches.copy(), with_it.stretches.copy()
     while ours or theirs:
         one, other = (stretches[0][0][1:] if stretches else None for stretches in (ours, theirs))
@@ -145,7 +148,7 @@ def _pairs(without: Stage, with_it: Stage) -> Iterator[Pair]:
 
 
 def _sizes(program: Program) -> list[int]:
-    """For each buffer a number that those of the same size share, of whatever tape."""
+    """A number for each buffer, equal for buffers of the same size, across tapes."""
     numbers: dict[object, int] = {}
     keys = (size if isinstance(size, int) else (size[0].atoms, size[1]) for size in program.sizes)
     table = [numbers.setdefault(key, len(numbers)) for key in keys]
@@ -153,7 +156,7 @@ def _sizes(program: Program) -> list[int]:
 
 
 def _same_in_forward(program: Program, model: str, pairs: list[Pair], sizes: list[int]) -> dict[int, int]:
-    """A buffer of the checkpointed recording's forward -> the other's, one by one in order."""
+    """Buffer of the checkpointed recording's forward -> the other recording's, in order of allocation."""
     forward = [pair[1:] for pair in pairs if pair[0].passes == "forward"]
     ours, theirs = ([event for pair in forward for event in pair[which] if event >= 0] for which in (0, 1))
     operators = list(program.op)
@@ -165,8 +168,8 @@ def _same_in_forward(program: Program, model: str, pairs: list[Pair], sizes: lis
 
 
 def _same_in_backward(pairs: list[Pair], sizes: list[int]) -> dict[int, int]:
-    """The same of what leaves its stretch in backward: gradients for the block before, by size and order. Those of
-    weights are one and the same already (`Program.unfold_beside`), and no other buffer may take their place."""
+    """The same for buffers that outlive their stretch in backward (gradients for the previous block), matched by size
+    and order. Gradients of weights already share their buffers (`Program.unfold_beside`) and are left out."""
     found: dict[int, int] = {}
     for moment, events, recomputed in pairs:
         if moment.passes != "backward":

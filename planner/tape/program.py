@@ -36,8 +36,8 @@ class Moment(NamedTuple):
 class Stage:
     """One piece at full depth: stretches of events, each with its moment.
 
-    An event >= 0 allocates that buffer, < 0 frees ``~event``. A buffer may be made again in a later round of the stage.
-    Copies of a stage share their lists of events, so a stretch is never changed in place, only put in another's place.
+    An event >= 0 allocates that buffer, < 0 frees ``~event``. A buffer may be allocated again later in the stage.
+    Copies of a stage share their lists of events, so stretches are replaced, never modified in place.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Stage:
         return list(itertools.chain.from_iterable(events for _, events in self.stretches))
 
     def copy(self) -> Stage:
-        """A stage with the same stretches, to put others in their places."""
+        """A stage with the same stretches, which can be replaced independently."""
         return Stage(self.name, self.stretches.copy())
 
     def moment(self, index: int) -> Moment:
-        """The moment of the index-th event; an IndexError where there are fewer."""
+        """The moment of the index-th event. Raises an IndexError if there are fewer."""
         for moment, events in self.stretches:
             if index < len(events):
                 return moment
@@ -69,23 +69,23 @@ class Program:
     """Per buffer: index into ``sizes``."""
 
     category: CowList[str] = field(default_factory=CowList)
-    """Per buffer: one of CATEGORIES, or of what strategies add (residents, buckets)."""
+    """Per buffer: one of CATEGORIES, or a category that strategies add (residents, buckets)."""
 
     op: CowList[str] = field(default_factory=CowList)
     """Per buffer: the operator that made it."""
 
     kernel: dict[int, str] = field(default_factory=dict)
-    """Buffer -> the attention kernel it is allocated by, for those that other kernels do without."""
+    """Buffer -> attention kernel, for buffers that only this kernel allocates."""
 
     sizes: list[tuple[Tape, Monomial] | int] = field(default_factory=list)
-    """Symbolic sizes of the tapes, and plain bytes."""
+    """Sizes, symbolic (of tapes) or in bytes."""
 
     named: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Category -> full name -> buffer, of what lives across stages: weights, gradients, optimizer states, the batch."""
+    """Category -> full name -> buffer, for what outlives a stage: weights, gradients, optimizer states, the batch."""
 
     def bytes_of(self, grid: Mapping[str, int], known: Sequence[int] = ()) -> list[int]:
         """The size of every buffer in bytes, by number, at a shape. ``grid``: values of the atoms by name. ``known``:
-        of the first buffers, where this program continues another."""
+        sizes of the first buffers, if this program extends another."""
         table = [size if isinstance(size, int) else 0 for size in self.sizes]
         symbolic = [(index, *size) for index, size in enumerate(self.sizes) if not isinstance(size, int)]
         for tape in {id(tape): tape for _, tape, _ in symbolic}.values():
@@ -96,21 +96,20 @@ class Program:
         return [*known, *map(table.__getitem__, itertools.islice(self.buffers, len(known), None))]
 
     def plain_bytes(self, buffer: int) -> int:
-        """The size in bytes of a buffer that has the same size at every shape; only for such a buffer."""
+        """The size in bytes of a buffer that must have the same size at every shape."""
         size = self.sizes[self.buffers[buffer]]
         assert isinstance(size, int)
         return size
 
     def plain_from(self, first: int) -> list[int]:
-        """The sizes of all buffers from ``first`` on, which are the same at every shape, bytes."""
+        """The sizes in bytes of all buffers from ``first`` on, which must be the same at every shape."""
         table = self.sizes
         sizes = [table[index] for index in self.buffers[first:]]
         assert set(map(type, sizes)) <= {int}
         return sizes  # type: ignore[return-value]  # as just asserted
 
     def buffer(self, nbytes: int, category: str, op: str) -> int:
-        """Adds a buffer of `nbytes` bytes at every shape, under a category and an operator's name; returns its
-        number."""
+        """Adds a buffer of `nbytes` bytes at every shape, with its category and operator; returns its number."""
         self.sizes.append(nbytes)
         self.buffers.append(len(self.sizes) - 1)
         self.category.append(category)
@@ -118,7 +117,7 @@ class Program:
         return len(self.buffers) - 1
 
     def add_buffers(self, sizes: Sequence[int], category: str, op: str) -> range:
-        """Adds a buffer for each of ``sizes``, as `buffer` does one; returns their numbers."""
+        """Adds a buffer for each of ``sizes``, as `buffer` does; returns their numbers."""
         first_size, first, count = len(self.sizes), len(self.buffers), len(sizes)
         self.sizes += sizes
         self.buffers += range(first_size, first_size + count)
@@ -127,7 +126,7 @@ class Program:
         return range(first, first + count)
 
     def copy(self) -> Program:
-        """A copy that buffers can be added to and resized in without changing this program."""
+        """A copy whose buffers can be added and resized without changing this program."""
         named = {kind: buffers.copy() for kind, buffers in self.named.items()}
         parts = self.buffers.copy(), self.category.copy(), self.op.copy(), self.kernel.copy(), self.sizes.copy()
         return Program(*parts, named)
@@ -138,17 +137,17 @@ class Program:
         self.buffers[buffer] = len(self.sizes) - 1
 
     def resize_all(self, sizes: Mapping[int, int]) -> None:
-        """Sets the sizes of several buffers, as `resize` does one. ``sizes``: buffer -> bytes."""
+        """Sets the sizes of several buffers, as `resize` does. ``sizes``: buffer -> bytes."""
         first = len(self.sizes)
         self.sizes += sizes.values()
         self.buffers.update(dict(zip(sizes, range(first, len(self.sizes)), strict=True)))
 
     def unfold(self, tape: Tape, piece: str, counts: Sequence[int] | None = None, part: Part | None = None) -> Stage:
-        """Lays a piece of a tape (load, step, optimizer_first, optimizer, denoise, encode, decode) out at full depth.
+        """Lays out a piece of a tape (load, step, optimizer_first, optimizer, denoise, encode, decode) at full depth.
 
-        ``counts``: blocks per run, else the full model's. ``part``: for the tape of a part around the model. Buffers
-        are added to this program; the stage allocates and frees them. A VplanError for a tape whose events free what
-        is not there.
+        ``counts``: blocks per run, by default the full model's. ``part``: set for the tape of a VAE or text encoder.
+        Buffers are added to this program; the stage allocates and frees them. Raises a VplanError if the tape frees
+        what was not allocated.
         """
         first_size = len(self.sizes)
         values = tape.values(part.grid) if part else []
@@ -164,7 +163,7 @@ class Program:
             raise tape.damaged(f"{piece} refers to {error.args[0]}, which is not there") from None
 
     def unfold_beside(self, tape: Tape, piece: str) -> Stage:
-        """Lays out a piece of a second recording, whose named buffers (gradients, the batch) are those of the first."""
+        """Lays out a piece of a second recording that shares the named buffers (gradients, the batch) of the first."""
         first = {kind: buffers.copy() for kind, buffers in self.named.items()}
         stage = self.unfold(tape, piece)
         same: dict[int, int] = {}
@@ -184,11 +183,11 @@ class Part(NamedTuple):
     """A part around the model (a VAE, a text encoder) whose tape is unfolded at a shape of its own."""
 
     name: str
-    """keeps its tensors apart from the model's in ``Program.named``"""
+    """distinguishes its tensors from the model's in ``Program.named``"""
 
     grid: Mapping[str, int]
     batch: int = 1
-    """how many of what was recorded run side by side: every size is multiplied"""
+    """multiplies every size: how many recorded samples are processed at once"""
 
     def __hash__(self) -> int:
         return hash((self.name, *self.grid.items(), self.batch))

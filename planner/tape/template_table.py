@@ -1,16 +1,16 @@
-"""All templates of a pack: each is stored once, however many recordings have it, and as columns of numbers.
+"""All templates of a pack, each stored once even if several recordings have it, as columns of numbers.
 
-Recordings of one architecture have mostly the same ones: a twelfth of all differ. Of those, each field of the events
-stands together, which xz packs to two thirds of what their JSON takes.
+Recordings of one architecture mostly share their templates: only a twelfth are distinct. Their events are stored field
+by field, which xz compresses to two thirds of the size of their JSON.
 
-The table is a sequence of chunks, so that the first templates, which most questions read, are unpacked alone. A chunk
-is its length in bytes and its number of templates (4 bytes each, as all numbers little-endian), then the numbers of
-events and of `work` entries per template, the events, the entries. Both of these are rows of unlike length: first their
-lengths, then for each length that occurs, by length, the fields one after the other. A column of numbers is how many
-bytes each takes (1 to 8), then the lowest byte of all, the next byte of all, and so on. Where one is negative, 128 is
-added to how many bytes, and the lowest bit of each is its sign.
+The table is a sequence of chunks, so that the first templates, which most questions need, can be unpacked alone. A
+chunk is its length in bytes and its number of templates (4 bytes each; all numbers are little-endian), then the numbers
+of events and of `work` entries per template, the events, and the entries. The latter two are rows of different lengths:
+first come the lengths, then for each length, in ascending order, the fields one after the other. A column of numbers is
+the width in bytes (1 to 8), then the lowest byte of every number, the next byte of every number, and so on. If any is
+negative, 128 is added to the width, and the lowest bit of each number is its sign.
 
-A template is read by slices of its chunk, without numpy, whose import takes longer than reading a tape.
+A template is read by slicing its chunk, without numpy, whose import takes longer than reading a tape.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 CHUNK = 256
-"""Templates of a chunk. 64 take a tenth more when packed, 1,024 a twentieth less."""
+"""Templates per chunk. With 64 the packed table is a tenth larger, with 1,024 a twentieth smaller."""
 
 _HEADER = struct.Struct("<II")
 KEYS = "events", "work"
-"""Of a template: rows of numbers either way. Events have 9 numbers at most, entries of work 4 and one for each atom."""
+"""Keys of a template; both are rows of numbers: at most 9 for an event, 4 and one per atom for a work entry."""
 
 WITH_SIGN = 0x80
-"""In the first byte of a column: the lowest bit of each number is its sign."""
+"""Flag in the first byte of a column: the lowest bit of each number is its sign."""
 
 
 class TemplateWriter:
-    """Numbers templates as they come, and writes the table of them."""
+    """Numbers templates as they are added, and writes their table."""
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
@@ -42,7 +42,7 @@ class TemplateWriter:
         self._templates: list[Mapping[str, Any]] = []
 
     def number(self, template: Mapping[str, Any]) -> int:
-        """The number of a template: a new one, or that of one like it. ``template``: as in a tape's JSON."""
+        """The number of a template, new unless an equal one was added before. ``template``: as in a tape's JSON."""
         digest = hashlib.sha256(repr([template[key] for key in KEYS]).encode()).digest()
         if digest not in self._numbers:
             self._numbers[digest] = len(self._templates)
@@ -50,7 +50,7 @@ class TemplateWriter:
         return self._numbers[digest]
 
     def table(self) -> bytes:
-        """All templates so far."""
+        """The table of all templates so far."""
         starts = range(0, len(self._templates), CHUNK)
         return b"".join(_chunk(self._templates[start : start + CHUNK]) for start in starts)
 
@@ -76,18 +76,18 @@ def _column(numbers: Sequence[int]) -> bytes:
 
 
 class TemplateReader:
-    """Templates by number, as they are asked for. Raises a ValueError or LookupError where the table is damaged."""
+    """Reads templates by number, on demand. Raises a ValueError or LookupError if the table is damaged."""
 
     def __init__(self, read: Callable[[int, int], bytes]) -> None:
-        """``read``: the bytes of the table from one to another; fewer where it ends."""
+        """``read``: returns the bytes of the table from a start to an end; fewer if it ends before."""
         self._read = read
         self._chunks: list[_Chunk] = []
         self._end = self._count = 0
-        """bytes and templates of the chunks that are known"""
+        """bytes and templates of the chunks read so far"""
         self._templates: dict[int, dict[str, Any]] = {}
 
     def template(self, number: int) -> dict[str, Any]:
-        """A template as in a tape's JSON; the same object each time, not to be changed."""
+        """A template as in a tape's JSON; the same object each time, which callers must not modify."""
         if number not in self._templates:
             if number < 0:
                 raise LookupError(number)
@@ -111,7 +111,7 @@ class TemplateReader:
 
 
 class _Chunk:
-    """Some templates, of which a question needs few: they are made one by one."""
+    """One chunk of templates, which are unpacked one at a time because a question needs few of them."""
 
     def __init__(self, first: int, count: int, content: bytes) -> None:
         self.first = first
@@ -130,7 +130,7 @@ class _Chunk:
 
 
 class _Columns:
-    """The columns of a chunk one after the other."""
+    """Iterates over the columns of a chunk."""
 
     def __init__(self, content: bytes) -> None:
         self._content = memoryview(content)

@@ -1,4 +1,4 @@
-"""A tape's templates column by column, as they are laid out, and which block of a sweep uses which template."""
+"""A tape's templates as columns for laying out, and which block of a sweep uses which template."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from planner.tape.format import (
 )
 
 FREE, NAMED_FREE, NAMED_ALLOCATION = (len(kind._fields) for kind in (Free, NamedFree, NamedAllocation))
-"""Numbers of fields, by which events are told apart."""
+"""Numbers of fields, by which the types of events are distinguished."""
 
 SIZE, CATEGORY, OP, KERNEL = map(Allocation._fields.index, ("size", "category", "op", "kernel"))
-"""Fields of either allocation, by index."""
+"""Field indices, the same for named and unnamed allocations."""
 
 
 class TemplateColumns(NamedTuple):
-    """A template's events, column by column: what is the same for every block that uses it is worked out once.
+    """A template's events as columns: everything that is the same for all blocks that use it, computed once.
 
     A buffer's number is that of the template's first buffer at a block, plus the position of its allocation. So an
     event of the program is ``start + offset`` for an allocation and ``~(start + position)`` = ``offset - start`` for a
@@ -48,11 +48,11 @@ class TemplateColumns(NamedTuple):
     bases: list[tuple[int, int, int]]
     """(back, mode, block) that frees refer to, see `planner.tape.format.Free`"""
     highest: list[int]
-    """per base: the highest position that is freed of it"""
+    """per base: the highest position freed from it"""
     origins: list[int]
     """per event: 0 for an allocation, n for a free of what the n-th of ``bases`` allocated"""
     positions: list[int]
-    """per event: which of its template's allocations"""
+    """per event: index among its template's allocations"""
     offsets: list[int]
     """per event: ``position`` for an allocation, ``~position`` for a free"""
     named: dict[tuple[int, int, int, int], list[tuple[int, int, str]]]
@@ -65,9 +65,9 @@ class TemplateColumns(NamedTuple):
     @classmethod
     def of(cls, arrays: list[list[int]], tape: Tape, resident: bool) -> TemplateColumns:
         """The columns of `planner.tape.format.Template.arrays`. ``resident``: of a part around the model (VAE, text
-        encoder), whose weights count as residents. A LookupError, TypeError or ValueError for arrays that are no
-        events of this tape."""
-        # Tables as dicts: an index below 0 is none of theirs either.
+        encoder), whose weights count as residents. Raises a LookupError, TypeError or ValueError for arrays that are
+        not events of this tape."""
+        # Tables as dicts, so that a negative index is an error too.
         categories = dict(enumerate(("residents" if resident else CATEGORIES[0], *CATEGORIES[1:])))
         ops, names, kernels = (dict(enumerate(table)) for table in (tape.ops, tape.names, ATTENTION_KERNELS))
         allocations: list[list[int]] = []
@@ -139,9 +139,9 @@ class TemplateColumns(NamedTuple):
 
 
 def columns_of(template: Template, tape: Tape, resident: bool = False) -> TemplateColumns:
-    """The template's columns, worked out once; templates with the same events, as half of them are, share them.
+    """The template's columns (cached). Templates with the same events share them, which half of them do.
 
-    A VplanError for a template whose arrays are no events of the tape.
+    Raises a VplanError for a template whose arrays are not events of the tape.
     """
     arrays = template.arrays
     key = (id(arrays), resident)
@@ -162,7 +162,7 @@ def columns_of(template: Template, tape: Tape, resident: bool = False) -> Templa
 
 
 def sections_of(tape: Tape, piece: str, resident: bool = False) -> list[Section]:
-    """The sections of a piece. A VplanError where the tape has no such piece, or frees what no section allocates."""
+    """The sections of a piece. Raises a VplanError if the tape lacks it, or frees what no section allocates."""
     if piece not in tape.pieces:
         raise tape.damaged(f"no {piece}")
     sections = tape.pieces[piece]
@@ -180,7 +180,7 @@ def sections_of(tape: Tape, piece: str, resident: bool = False) -> list[Section]
 
 
 def in_order(section: Section, counts: Sequence[int]) -> Iterator[tuple[int, Template]]:
-    """(block, -1 outside the blocks; its template) in the order a section walks them; ``counts``: blocks per run."""
+    """(block or -1 outside the blocks, template) in the section's order. ``counts``: blocks per run."""
     if section.run is None:
         yield -1, section.templates[0]
         return
@@ -193,16 +193,17 @@ def in_order(section: Section, counts: Sequence[int]) -> Iterator[tuple[int, Tem
 
 
 def target_block(mode: int, target: int, run: int | None, block: int, counts: Sequence[int]) -> int:
-    """The block that an address names in an event at ``block``; -1 for none. ``run``: of the section it refers to."""
+    """The block to which the address of an event at ``block`` refers; -1 for none. ``run``: of the section it refers
+    to."""
     if mode == NO_BLOCK or run is None:
         return -1
     return block + target if mode == RELATIVE else target % counts[run]
 
 
 def kept_template(section: Section, block: int, count: int) -> int:
-    """Index of the template that a block of a run of ``count`` uses in a sweep.
+    """Index of the template that a block of a run of ``count`` blocks uses in a sweep.
 
-    A sweep over unlike blocks, all of them recorded, says so block by block in ``order``.
+    For a sweep over blocks that differ, all of which are recorded, ``order`` has it for each block.
     """
     if section.order is not None:
         assert len(section.order) == count, "a sweep over unlike blocks has one depth"
@@ -211,7 +212,8 @@ def kept_template(section: Section, block: int, count: int) -> int:
 
 
 def template_of(block: int, count: int, kept: int) -> int:
-    """Which of a sweep's ``kept`` templates a block uses: one of the first, the middle one, or one of the last two."""
+    """Index of the one of a sweep's ``kept`` templates that a block uses: one of the first, the middle one, or one of
+    the last two."""
     if count == kept:
         return block
     head = kept - 1 - TAIL

@@ -1,1 +1,1 @@
-"""A search that measures: Optuna studies, workers, and what probes teach."""
+"""Search by measurement: workers that probe plans, the Optuna study they share, and the error model they fit."""

@@ -1,8 +1,8 @@
-"""What the probes of one search have taught it: how far from its estimates this machine is, and how sure that is.
+"""How far this machine's measurements are from the estimates, and how certain that is, by the probes of one search.
 
-Memory is one unknown ratio, measured over estimated, with the estimate's own margin as what is believed before the
-first probe. A probe that ran tells the ratio but for what differs between two strategies; one that ran out tells that
-the ratio is above a bound. Bayes' rule on a grid does the rest.
+Memory is modelled by one unknown ratio, measured over estimated bytes. Its prior is the margin of the estimate. A probe
+that ran observes the ratio with noise RESIDUAL; one that ran out of memory gives a lower bound. The posterior is
+computed on a grid.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from planner.spec.job import Strategy
 from planner.spec.plan import Estimate, Measured
 
 RESIDUAL = 0.015
-"""How far the ratios of two strategies of one job lie apart (one standard deviation). Assumed: they share context,
-kernels and model, and differ in what they keep; the margin of a recording is some 2.4 % wide in the same measure."""
+"""Standard deviation of the ratio between strategies of one job. An assumption: they share CUDA context, kernels and
+model, and differ only in what they keep. For comparison, the margin of a recording has one of about 2.4 %."""
 
 HEADROOM = 0.01
-"""What a run may take beyond its probe before a plan that was measured is called proved."""
+"""Fraction by which a run may exceed its probe: a measured plan is called proved only with this much to spare."""
 
 RATIOS = np.linspace(0.5, 3.0, 2501)
 
 SURPRISE = 1e-6
-"""What is believed beside the margin of a ratio far outside it: enough for measurements to say so."""
+"""Floor of the prior, so that measurements can move the posterior far outside the margin."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class FinishedProbe:
 
     @property
     def excess_bytes(self) -> int:
-        """Bytes of the GPU's memory that are missing, so far as is known; below 0 those to spare."""
+        """Bytes of GPU memory the plan is short of, as far as is known; negative if it has some to spare."""
         budget, device = self.estimate.budget_bytes, self.measured.device_bytes
         if device is None:
             return budget if self.measured.outcome == "oom" else 0
@@ -60,7 +60,7 @@ class FinishedProbe:
 
 
 class ErrorModel:
-    """The ratio of measured to estimated bytes that finished probes lead to expect of other plans, as a posterior."""
+    """The posterior of measured over estimated bytes for plans that were not measured, given the finished probes."""
 
     def __init__(self, seen: Sequence[FinishedProbe]) -> None:
         self.ran = [each for each in seen if each.measured.outcome == "ok" and each.measured.step_seconds]
@@ -83,8 +83,8 @@ class ErrorModel:
         return float((self.weights * _below((room - RATIOS) / RESIDUAL)).sum())
 
     def limit(self, chance: float, budget_bytes: int) -> int:
-        """The most device bytes that may be estimated for a plan to fit with at least this chance; always less than
-        what was estimated for one that ran out."""
+        """The largest estimate, in device bytes, with which a plan fits with at least this probability; always below
+        the estimate of any plan that ran out of memory."""
         key = chance, budget_bytes
         if key not in self._limits:
             low, high = 0, 2 * budget_bytes
@@ -95,18 +95,18 @@ class ErrorModel:
         return self._limits[key]
 
     def seconds(self, strategy: Strategy, estimated: float) -> float:
-        """Seconds of a step: as far from the estimate as the most similar plan was that ran."""
+        """Seconds per step, corrected by the error of the most similar plan that ran."""
         if not self.ran:
             return estimated
         nearest = min(self.ran, key=lambda each: len(switched(each.strategy, strategy)))
         return estimated * _speed(nearest)
 
     def soonest(self, estimated: float) -> float:
-        """Seconds of a step if it were as far below the estimate as any plan was."""
+        """Seconds per step in the best case: with the largest speed-up over the estimate seen so far."""
         return estimated * min(map(_speed, self.ran), default=1.0)
 
     def _likelihood(self, each: FinishedProbe) -> NDArray[np.float64]:
-        """The logarithm of how likely each ratio makes what was measured."""
+        """The log-likelihood of one measurement at each of RATIOS."""
         estimated, device = each.estimate.peak.device_bytes, each.measured.device_bytes
         if each.measured.outcome == "oom":
             return np.log(1 - _below((each.estimate.budget_bytes / estimated - RATIOS) / RESIDUAL) + SURPRISE)
@@ -122,7 +122,7 @@ def _speed(each: FinishedProbe) -> float:
 
 
 def _host_ratio(each: FinishedProbe) -> float:
-    """Host RAM needed over estimated, at least."""
+    """A lower bound on host RAM needed over estimated."""
     estimated, ram = each.estimate.host_ram_bytes, each.estimate.machine.host_ram
     if each.measured.outcome == "host-oom" and ram:
         return (1 + margin.RECORDED[1]) * ram / estimated
@@ -134,6 +134,6 @@ def _normal(deviations: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _below(deviations: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The normal distribution function, within 0.02 % (Page 1977, Applied Statistics 26: a logistic of a cubic)."""
+    """The standard normal CDF to within 0.02 %: a logistic of a cubic (Page 1977, Applied Statistics 26)."""
     cubic = 0.7988 * deviations * (1 + 0.04417 * deviations**2)
     return 1 / (1 + np.exp(np.clip(-2 * cubic, -500, 500)))

@@ -1,9 +1,9 @@
-"""The memory of a search that measures: an Optuna study, so that it goes on where it was stopped and several workers,
-on one node or many, share it.
+"""The state of a search that measures: an Optuna study, so that the search can be resumed and shared by several
+workers, on one node or many.
 
-Every plan worth a probe is a waiting trial; `ask` gives each to one worker. Two workers may propose the same plan at
-once: the trial with the lower number is the plan's, and the other is dropped unmeasured. Out of memory is a completed
-trial with its excess as a constraint, never a failed one.
+Every plan worth a probe is enqueued as a waiting trial; `ask` hands it to one worker. When two workers propose the same
+plan at once, the trial with the lower number counts and the other is dropped unmeasured. Running out of memory
+completes a trial, with the excess as a constraint; it is not a failed trial.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from planner.schema import choices
 from planner.search.space import SAMPLED, SEARCHED
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
-from planner.tune.storage import imported, opened, said_plainly, shown
+from planner.tune.storage import import_optuna, open_storage, plain_errors, quoted_storage
 
 GRACE_SECONDS = 60.0
-"""What a probe may take beyond its time limit before its worker is given up: starting and ending processes."""
+"""Time beyond a probe's limit, for starting and ending processes, before its worker counts as dead."""
 
 TAKING_SECONDS = 5.0
-"""Between a plan's being taken and its having its worker's name, which are two calls of a storage that answers."""
+"""Longest time between taking a trial and writing the worker's name to it: two calls of a storage that responds."""
 
 DIGEST, PLAN, ROW, WORKER, KNOWN, QUESTION = "digest", "plan", "row", "worker", "known", "question"
 """Attributes of trials and studies."""
@@ -42,12 +42,12 @@ SHAPE = ("frames", "height", "width", "batch_size")
 COUNTS = ("swap_blocks", "checkpointed_blocks", "fsdp_replicas")
 
 LARGEST = 100_000
-"""Bound of the whole numbers among the parameters."""
+"""Upper bound of the integer parameters."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A plan that this worker has reserved for measuring."""
+    """A plan this worker has reserved for measuring."""
 
     trial: Any
     number: int
@@ -56,13 +56,12 @@ class Taken:
 
 @dataclass(frozen=True)
 class Result:
-    """How good a measurement is for the study: its value (lower is better), and constraints that a proved plan
-    meets."""
+    """How the study ranks a measurement."""
 
     value: float
-    """less is better"""
+    """lower is better"""
     constraints: Mapping[str, float]
-    """the plan is proved where none is above 0"""
+    """the plan is proved when none is above 0"""
 
 
 @dataclass(frozen=True)
@@ -77,18 +76,19 @@ class StudyTrial:
 
 
 class Study:
-    """The Optuna study of one question in a storage. Every method may raise the VplanError of a storage that fails."""
+    """The Optuna study of one question in a storage. Every method raises a VplanError when the storage fails."""
 
     def __init__(self, storage: str, name: str, question: Mapping[str, Any]) -> None:
-        """`storage`: a database URL, or the path of a journal file; `question`: what all its trials are of."""
+        """`storage`: a database URL, or the path of a journal file; `question`: what all its trials share. Raises a
+        VplanError when the study exists and answers another question."""
         self.storage = storage
         self.name = name
-        self._optuna = imported()
+        self._optuna = import_optuna()
         self._nameless: dict[int, float] = {}
-        """trial -> when, by our own clock, it was first seen taken without its worker's name"""
+        """trial number -> when (`time.monotonic`) it was first seen running without a worker's name"""
         with self._answering():
             self._study = self._optuna.create_study(
-                storage=opened(self._optuna, storage),
+                storage=open_storage(self._optuna, storage),
                 study_name=name,
                 load_if_exists=True,
                 sampler=self._optuna.samplers.RandomSampler(seed=0),  # never asked: every trial is proposed
@@ -99,13 +99,16 @@ class Study:
                 known = question
         others = [field for field in question if known.get(field) != json.loads(json.dumps(question[field]))]
         if others:
-            fault = f"study {quoted(name)} in {shown(storage)} is of another question: other {' and '.join(others)}"
-            raise VplanError(fault, "choose another with --study, or leave --study out")
+            fault = f"is of another question: other {' and '.join(others)}"
+            raise VplanError(
+                f"study {quoted(name)} in {quoted_storage(storage)} {fault}",
+                "choose another with --study, or leave --study out",
+            )
 
     # ---- what is known
 
     def trials(self) -> list[StudyTrial]:
-        """All plans that were measured or are being measured, each once, in the order they were taken."""
+        """All plans that were or are being measured, each once, in the order they were proposed."""
         by_digest: dict[str, StudyTrial] = {}
         for trial in self._trials("COMPLETE", "RUNNING"):
             digest = trial.user_attrs[DIGEST]
@@ -124,7 +127,7 @@ class Study:
 
     @property
     def being_taken(self) -> bool:
-        """Whether a worker, or one that died at it, is about to put its name to a plan."""
+        """Whether a worker has taken a plan and not yet written its name to it; it may have died in between."""
         return any(WORKER not in trial.user_attrs for trial in self._trials("RUNNING"))
 
     # ---- what is done
@@ -135,27 +138,27 @@ class Study:
             self._study.enqueue_trial(_parameters(plan), user_attrs=_attributes(plan))
 
     def take(self, time_limit: Callable[[Plan], float]) -> Taken | None:
-        """Takes a waiting plan for this worker alone; None when none waits or another worker was faster. `time_limit`:
-        seconds after which a worker of another host counts as dead."""
+        """Reserves a waiting plan for this worker; None when none waits or another worker was faster. `time_limit`:
+        seconds the probe of a plan may take, by which other hosts tell whether this worker is still alive."""
         with self._answering():
             trial = self._study.ask(_distributions(self._optuna))
             digest = trial.user_attrs.get(DIGEST)
-            # Without: another worker was faster, nothing waited, and Optuna made an empty trial.
+            # No digest: another worker took the last waiting trial, and Optuna created an empty one.
             if digest is None or self._is_taken(digest, trial.number):
                 self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
                 return None
-            trial.set_user_attr(WORKER, _me(0.0))  # at once: one that dies without leaves the others waiting
+            trial.set_user_attr(WORKER, _me(0.0))  # at once: others wait for the name of a running trial's worker
             plan = _plan(trial)
             trial.set_user_attr(WORKER, _me(time_limit(plan)))
         return Taken(trial, trial.number, plan)
 
     def _is_taken(self, digest: str, number: int) -> bool:
-        """Whether a plan has an earlier trial, proposed by two workers at once."""
+        """Whether an earlier trial has the same plan, because two workers proposed it at once."""
         same = (each for each in self._trials("WAITING", "RUNNING", "COMPLETE") if each.number < number)
         return any(each.user_attrs.get(DIGEST) == digest for each in same)
 
     def tell(self, taken: Taken, row: ProbeRow, result: Result) -> None:
-        """Records the measurement of a plan. Does nothing when another worker has recorded it already."""
+        """Records the measurement of a plan; a no-op when another worker has already recorded it."""
         with self._answering(), contextlib.suppress(self._optuna.exceptions.UpdateFinishedTrialError):
             taken.trial.set_user_attr(ROW, _line(row))
             for name, value in result.constraints.items():
@@ -175,19 +178,19 @@ class Study:
             self._study.add_trial(made)
 
     def give_up(self, taken: Taken) -> None:
-        """A plan that could not be measured after all: it is free for others."""
+        """Releases a plan that could not be measured, so that other workers may propose it again."""
         with self._answering(), contextlib.suppress(self._optuna.exceptions.UpdateFinishedTrialError):
             self._study.tell(taken.trial, state=self._optuna.trial.TrialState.FAIL, skip_if_finished=True)
 
     def abandoned(self) -> Iterator[Taken]:
-        """Plans whose worker died while it measured them; the worker that finds them records them, or gives them up."""
+        """Plans whose worker died while measuring; the caller records them or gives them up."""
         for frozen in self._trials("RUNNING"):
             if self._is_dead(frozen):
                 yield Taken(self._optuna.trial.Trial(self._study, frozen._trial_id), frozen.number, _plan(frozen))
 
     def _is_dead(self, frozen: Any) -> bool:
-        """Whether a running trial's worker is no process of this host any more, is long past its time limit, or never
-        came to put its name to it."""
+        """Whether a running trial's worker is gone: its process on this host has ended, it is far beyond its time limit
+        on another host, or it never wrote its name."""
         worker = frozen.user_attrs.get(WORKER)
         if worker is None:
             now = time.monotonic()
@@ -198,7 +201,7 @@ class Study:
             except psutil.NoSuchProcess:
                 return True
         seconds = (datetime.now(UTC) - frozen.datetime_start.astimezone(UTC)).total_seconds()
-        return bool(seconds > 2 * worker["limit"] + GRACE_SECONDS)  # saving has as long again
+        return bool(seconds > 2 * worker["limit"] + GRACE_SECONDS)  # saving may take as long as the steps
 
     def _trials(self, *states: str) -> Sequence[Any]:
         wanted = tuple(self._optuna.trial.TrialState[name] for name in states)
@@ -208,12 +211,12 @@ class Study:
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
-        """Says in one line what a storage that fails says in many."""
-        with said_plainly(self.storage):
+        """Turns a storage failure into a one-line VplanError."""
+        with plain_errors(self.storage):
             yield
 
 
-# ---- what stands in a trial
+# ---- the contents of a trial
 
 
 def _records(plan: Plan) -> dict[str, Any]:
@@ -232,12 +235,12 @@ def _plan(trial: Any) -> Plan:
 
 
 def _line(row: ProbeRow) -> str:
-    """A row without what only people read: every worker reads all of a study at every turn."""
+    """A row as JSON, without its details: every worker reads the whole study at every turn."""
     return json.dumps(row.replace(details={}).to_json(), allow_nan=False)
 
 
 def _parameters(plan: Plan) -> dict[str, Any]:
-    """What a search varies, as Optuna shows it."""
+    """The fields a search varies, as parameters of an Optuna trial."""
     words = {name: str(getattr(plan.strategy, name)) for name in _words()}
     return {**words, **{name: getattr(plan.job, name) for name in SHAPE}, **_counts(plan.strategy)}
 

@@ -1,8 +1,8 @@
-"""Which plan to measure next: the estimate proposes, every measurement corrects it, and no probe is spent on what
-cannot fit or could not win.
+"""Which plan to measure next: the estimate proposes, every measurement corrects it, and no probe is spent on a plan
+that cannot fit or could not win.
 
-Pure: a `Tuner` is told what was measured, in whatever order and by whomever, and answers with the next plan, or that
-none is worth a probe. Storage, processes and the screen are elsewhere (`planner.tune.study`, `planner.commands.tune`).
+This module does no I/O: a `Tuner` is told measurements, in any order and from any worker, and answers with the next
+plan, or None when none is worth a probe. `planner.tune.study` stores, `planner.tune.worker` measures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from planner.tune.error_model import ErrorModel, FinishedProbe
 from planner.tune.measured_policy import CHANCES, Applicable, Key, MeasuredPolicy
 
 WORTH_A_PROBE = 1.05
-"""A plan is measured only when it is expected to beat the best by this much."""
+"""A plan is measured only if it is expected to beat the best one by this factor."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Tuner:
         applicable: Applicable = lambda job, strategy: True,
         basis: Literal["rehearsed", "measured"] = "measured",
     ) -> None:
-        """``basis``: what a finished probe amounts to. A rehearsed one has no seconds, and the estimated ones count."""
+        """``basis``: whether probes are measured or rehearsed. A rehearsal has no seconds, so the estimated ones
+        count."""
         self.question = question
         self.basis = basis
         self.goal = goal
@@ -58,7 +59,7 @@ class Tuner:
         self.finished: dict[Key, FinishedProbe] = {}
 
     def tell(self, job: Job, strategy: ResolvedStrategy, measured: Measured) -> FinishedProbe | None:
-        """Records a finished probe, made here or elsewhere. None when no recording answers for such a plan."""
+        """Records a finished probe of this or another worker. None when no recording covers the plan."""
         estimate = self.search.try_estimate(job, strategy)
         if estimate is None:
             return None
@@ -72,8 +73,8 @@ class Tuner:
         return min((probe for probe in self.finished.values() if probe.proved), key=self._rank, default=None)
 
     def value(self, probe: FinishedProbe) -> float:
-        """What orders plans, less is better: what is lost, then the objective, then seconds (estimated ones, if it did
-        not run)."""
+        """The plan's rank as one number, lower is better: loss first, then the objective, then seconds per step
+        (estimated ones if it was not timed)."""
         lost, size, seconds = self._rank(probe)
         return lost * 1e9 + size + (seconds / (1 + seconds) if self.goal.objective else seconds)
 
@@ -131,7 +132,7 @@ class Tuner:
             if not self.question.allow_lossy and loss(estimate.job, estimate.strategy) > lost:
                 return None
             if estimate.strategy.sharding in SPLIT and best.strategy.sharding not in SPLIT:
-                return None  # speed is no reason to change engines, see `Search.by_speed`; what follows splits as well
+                return None  # speed alone does not justify sharding (see `Search.by_speed`), and all that follow shard
             if error_model.soonest(estimate.step_seconds) * WORTH_A_PROBE > seconds:
                 return None
             if error_model.seconds(estimate.strategy, estimate.step_seconds) * WORTH_A_PROBE <= seconds:
@@ -141,7 +142,7 @@ class Tuner:
     # ---- the answer
 
     def answer(self, best: FinishedProbe) -> Estimate:
-        """The estimate of a plan with what was measured in its place. The phases are the estimate's still."""
+        """The estimate of a plan, with its measured bytes and seconds. The phases are still estimates."""
         estimate, measured = best.estimate, best.measured
         device = measured.device_bytes
         changes: dict[str, object] = {"verdict": "fits", "limit": None, "basis": self.basis}
@@ -152,7 +153,7 @@ class Tuner:
         return estimate.replace(**changes)
 
     def runners_up(self, best: FinishedProbe, most: int = 3) -> tuple[Estimate, ...]:
-        """Other plans that were proved, the best first, then what is next by estimate with less memory."""
+        """Other proved plans, best first, followed by the plans that come next by estimate with less memory."""
         others_proved = (probe for probe in self.finished.values() if probe.proved and probe is not best)
         proved = sorted(others_proved, key=self._rank)
         self.policy.taken, self.policy.chance = set(self.finished), CHANCES[0]
@@ -160,21 +161,21 @@ class Tuner:
         return (*map(self.answer, proved), *others)[:most]
 
     def _nearby(self, estimate: Estimate) -> Estimate:
-        """A plan that was not measured, with its speed as far from the estimate as its neighbour's."""
+        """An unmeasured plan, its seconds corrected by the error of the most similar plan that ran."""
         assert self.policy.error_model is not None
-        if not self.policy.error_model.ran:  # nobody knows more of its speed than the estimate
+        if not self.policy.error_model.ran:
             return estimate
         seconds = self.policy.error_model.seconds(estimate.strategy, estimate.step_seconds)
         return estimate.replace(step_seconds=seconds, step_seconds_high=None, basis="nearby")
 
     def tightest(self) -> Estimate:
-        """The estimate of the plan that needs least memory, when no plan can be proved. Raises a VplanError when no
+        """The estimate of the plan that needs least memory, for when no plan can be proved. Raises a VplanError when no
         valid strategy is left."""
         estimate = self.search.tightest(self.question.job, flushes=False)
         if estimate is None:
             raise self.search.missing or VplanError("no valid strategy left", "remove some options")
         error_model = self.policy.error_model
         if error_model and estimate.peak.device_bytes > error_model.limit(CHANCES[-1], self.question.budget_bytes):
-            # whatever was estimated, what ran out rules it out
+            # the probes that ran out of memory rule it out, whatever the estimate says
             return estimate.replace(verdict="no", limit=estimate.limit or "gpu")
         return estimate

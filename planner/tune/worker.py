@@ -1,7 +1,7 @@
-"""One worker's turn after turn of a search that measures: take a plan that waits, or propose one; measure; tell.
+"""The loop of one worker in a search that measures: take a waiting plan or propose one, measure it, tell the study.
 
-A measurement is in the ledger before the study hears of it, so whatever dies between, nothing that finished is lost:
-who goes on finds the plan taken and its row in the ledger.
+A measurement is written to the ledger before the study is told. If the worker dies in between, nothing is lost: the
+next worker finds the plan still taken, and its row in the ledger.
 """
 
 from __future__ import annotations
@@ -22,39 +22,40 @@ from planner.tune.tuner import Tuner
 from planner.units import GIB
 
 POLL_SECONDS = 0.5
-"""Between two looks at what other workers measure."""
+"""Interval between two checks on the other workers."""
 
 MEMORY, FAILED = "missing GiB", "failed"
-"""Constraints: a trial is feasible where neither is above 0."""
+"""Names of the constraints; a trial is feasible when neither is above 0."""
 
 FAILURES = 3
-"""Probes in a row that ended for another reason than memory, after which a search stops: it is not the plans."""
+"""A search stops after this many consecutive probes that failed for a reason other than memory: the cause is then the
+machine, not the plans."""
 
 TIME_LIMIT = 900.0
-"""Seconds of a probe, unless its steps take longer."""
+"""Smallest time limit of a probe, in seconds."""
 START_SECONDS = 300.0
-"""Imports, building the model, the first step."""
+"""Allowance for imports, building the model and the first step."""
 SLOWER = 3.0
-"""How much slower than estimated a step may be before its probe is ended."""
+"""Factor by which a step may be slower than estimated before its probe is ended."""
 
 NOTHING = "nothing fits by estimate, so nothing was measured"
 
 Watch = Callable[["Tuning", str], None]
-"""Called at every change, with what happens next in words."""
+"""Called at every change, with a description of what happens next."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a search: probes of the whole study, seconds of this worker, and steady steps of one probe."""
+    """The limits of a search."""
 
     probes: int
-    """of the whole study, those of other workers and of earlier days included"""
+    """of the whole study, including those of other workers and earlier sessions"""
     seconds: float
     """of this worker"""
     steps: int
     """steady steps of one probe"""
     time_limit: float | None
-    """seconds of one probe; None: by what is estimated"""
+    """seconds of one probe; None: derived from the estimated step"""
 
 
 @dataclass
@@ -67,16 +68,16 @@ class Tuning:
     ledger: Ledger
     limits: Limits
     setup: Setup | None = None
-    """on what this worker measures; rows of the ledger taken on the same count as measured"""
+    """hardware and software this worker measures on; ledger rows from the same setup count as measured"""
     trainer: str = "vplan"
     trials: list[StudyTrial] = field(default_factory=list)
     rows: dict[str, ProbeRow] = field(default_factory=dict)
-    """what was measured of this question, by plan"""
+    """measurements for this question, by row ID"""
     probes: list[ProbeRow] = field(default_factory=list)
-    """what this study measured, in order"""
+    """measurements made by this study, in order"""
 
     def run(self, watch: Watch) -> str:
-        """Searches until a limit or the end; returns why it ended, in words. ``watch`` is told what happens."""
+        """Searches until a limit is reached or nothing is left to try; returns the reason as a phrase."""
         began = time.monotonic()
         self._learn()
         self._seed()
@@ -92,7 +93,7 @@ class Tuning:
             if self.study.waiting:
                 self._measure(watch)
                 continue
-            if self.study.being_taken:  # what is chosen meanwhile would be another plan than its own result asks for
+            if self.study.being_taken:  # its worker may be dead, and then that plan itself is the one to measure
                 time.sleep(POLL_SECONDS)
                 continue
             running = [trial.plan for trial in self.trials if trial.row is None]
@@ -107,11 +108,11 @@ class Tuning:
                 return better if self.tuner.best else "no plan that could fit is left" if self.trials else NOTHING
 
     def _plan(self, estimate: Estimate) -> Plan:
-        """The records of a plan, without what is expected of it."""
+        """The plan of an estimate, without the estimate itself."""
         return Plan.under(estimate.configuration, self.trainer)
 
     def _time_limit(self, plan: Plan) -> float:
-        """Seconds that a probe of a plan may take."""
+        """Seconds the probe of a plan may take."""
         if self.limits.time_limit is not None:
             return self.limits.time_limit
         estimate = self.tuner.search.try_estimate(plan.job, plan.configuration.strategy)
@@ -124,7 +125,7 @@ class Tuning:
             return
         earlier = (trial for trial in self.study.trials() if trial.number < taken.number)
         if sum(not trial.from_ledger for trial in earlier) >= self.limits.probes:
-            self.study.give_up(taken)  # more workers than probes are left
+            self.study.give_up(taken)  # other workers have taken the remaining probes
             return
         watch(self, "measuring")
         try:
@@ -133,16 +134,16 @@ class Tuning:
                 taken.plan, steps=self.limits.steps, time_limit=limit, encode=self._encodes(taken.plan)
             )
             self.ledger.append(row)
-        except (KeyboardInterrupt, VplanError):  # a plan that cannot run here, a full disk: it is others' to measure
+        except (KeyboardInterrupt, VplanError):  # e.g. a missing package or a full disk: other workers may succeed
             self.study.give_up(taken)
             raise
-        self.rows[row_id(taken.plan)] = row  # the study's has no details: what was said, and where the log is
+        self.rows[row_id(taken.plan)] = row  # with its details (message, log path), which the study does not store
         self._tell(taken, row)
         self._learn()
         watch(self, "choosing")
 
     def _encodes(self, plan: Plan) -> bool:
-        """Whether what is cached before training decides if a plan fits: then steps alone would prove nothing."""
+        """Whether the plan's memory peak is in encoding, before training: then probing steps alone proves nothing."""
         estimate = self.tuner.search.try_estimate(plan.job, plan.configuration.strategy)
         return estimate is not None and estimate.peak.phase == "encode"
 
@@ -150,14 +151,14 @@ class Tuning:
         self.study.tell(taken, row, self._result(taken.plan, row))
 
     def _result(self, plan: Plan, row: ProbeRow) -> Result:
-        """What a row is worth to the study. Where nothing is recorded of a plan, its value is its seconds alone."""
+        """The study's value and constraints of a row. When no recording covers the plan, the value is its seconds."""
         seen = self.tuner.tell(plan.job, plan.configuration.strategy, row.measured)
         if seen is None:
             return Result(row.measured.step_seconds or 0.0, {MEMORY: 0.0, FAILED: float(row.measured.outcome != "ok")})
         return Result(self.tuner.value(seen), {MEMORY: missing(seen), FAILED: float(failed(row))})
 
     def _learn(self) -> None:
-        """Takes in what others, and earlier days, have put into the study."""
+        """Reads the measurements of other workers and earlier sessions from the study."""
         self.trials = self.study.trials()
         for trial in self.trials:
             name = row_id(trial.plan)
@@ -167,7 +168,7 @@ class Tuning:
         self.probes = [self.rows[row_id(trial.plan)] for trial in self.trials if trial.row and not trial.from_ledger]
 
     def _seed(self) -> None:
-        """Adds what the ledger knows of this question, measured where we measure, to the study."""
+        """Adds the ledger's measurements of this question, made on the same setup, to the study."""
         question, fixed = self.tuner.question, self.tuner.question.fixed
         objective = self.tuner.goal.objective
         free = objective.fields if objective else ()
@@ -183,16 +184,16 @@ class Tuning:
                 and Setup.of(row.env) == self.setup
                 and row.id == row_id(plan)
                 and row.id not in in_study
-                and not failed(row)  # its cause may be mended
+                and not failed(row)  # the cause may have been fixed since
             ):
                 in_study.add(row.id)
                 self.study.add(plan, row, self._result(plan, row))
 
     def _tidy(self) -> None:
-        """Tells or gives up the plans of workers that died."""
+        """Tells or gives up the plans of dead workers."""
         for taken in self.study.abandoned():
             found = self.ledger.find(taken.plan, self.setup, self.runner.name)
-            rows = [row for row in found if not failed(row)]  # one that failed may be of an earlier study
+            rows = [row for row in found if not failed(row)]  # a failed one may belong to an earlier study
             if rows:
                 self._tell(taken, rows[-1])
             else:
@@ -209,7 +210,7 @@ def failed(row: ProbeRow) -> bool:
 
 
 def missing(seen: FinishedProbe) -> float:
-    """GiB of device memory or host RAM that a plan is short of, as far as is known."""
+    """GiB of device memory or host RAM a plan is short of, as far as is known; negative if it has some to spare."""
     if seen.measured.outcome == "host-oom":
         ram = seen.estimate.machine.host_ram or 0
         return max(seen.estimate.host_ram_bytes - ram, 2**20) / GIB

@@ -1,8 +1,8 @@
-"""Two ranks on the CPU, or four: a tiny model, built as our step does, is given to the real engine, trained, and its
-bytes read.
+"""Runs work on two or more ranks on the CPU; and measures engines there: a tiny model, built by our step, is trained by
+the real engine, and its bytes are read.
 
-What runs in a rank is at module level: a fork server starts it. Nothing of the engines is replaced; where they free a
-buffer before a step is over, a method of theirs is wrapped to look first.
+What runs in a rank is at module level, because a fork server starts it. Nothing of the engines is replaced; where they
+free a buffer within a step, a wrapper around their method reads it first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import multiprocessing
 import os
 import socket
+import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
 from typing import Any, NamedTuple
@@ -46,16 +47,16 @@ PRELOADED = [
     "trainers.sampling.samples",
     "trainers.train",
 ]
-"""What every rank would import again: seconds each."""
+"""Imported by the fork server, because every rank would take seconds to import them again."""
 
 SECONDS = 300
-"""A rank that waits for a dead one would wait for ever."""
+"""Time limit: a rank that waits for a dead one would wait for ever."""
 
 Bytes = dict[str, int]
 
 
 class Case(NamedTuple):
-    """What both ranks build: fields of the records, and DeepSpeed's sizes."""
+    """What all ranks build: fields of the records, and DeepSpeed's sizes."""
 
     model: str
     config: dict[str, Any]
@@ -68,7 +69,8 @@ class Case(NamedTuple):
 
 @functools.cache
 def _fork_server() -> Any:
-    """Started with the ranks' environment, which this process must not keep: it would wait for ranks of its own."""
+    """The fork server, started with the ranks' environment; this process must not keep it, or it would wait for other
+    ranks itself."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     before = os.environ.copy()
@@ -82,38 +84,39 @@ def _fork_server() -> Any:
     return context
 
 
-def measure(case: Case) -> list[Bytes]:
-    """Runs all ranks of a case; what each measured, by rank."""
+def run(work: Callable[[], Any], world: int = WORLD, launched: bool = True) -> list[Any]:
+    """Runs some work on ``world`` new ranks; returns the result of each, by rank. ``launched``: with the variables of
+    torch's launcher, which `vplan train` uses for all but a plain run on one GPU."""
     context = _fork_server()
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     queue = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, port, case, queue)) for rank in range(case.world)]
-    for rank in ranks:
-        rank.start()
-    answers = dict(queue.get(timeout=SECONDS) for _ in ranks)
-    for rank in ranks:
-        rank.join(SECONDS)
-    assert [rank.exitcode for rank in ranks] == [0] * case.world
+    arguments = (port, world, work, os.environ["VPLAN_HOME"], queue, launched)
+    processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    answers = dict(queue.get(timeout=SECONDS) for _ in processes)
+    for process in processes:
+        process.join(SECONDS)
     failed = [answer for answer in answers.values() if isinstance(answer, str)]
     assert not failed, failed[0]
-    return [answers[rank] for rank in range(case.world)]
+    assert [process.exitcode for process in processes] == [0] * world
+    return [answers[rank] for rank in range(world)]
 
 
-def _rank(rank: int, port: int, case: Case, queue: Any) -> None:
+def _rank(rank: int, port: int, world: int, work: Callable[[], Any], home: str, queue: Any, launched: bool) -> None:
     os.environ.update(ENVIRONMENT, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(port))
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(case.world)
+    os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), VPLAN_HOME=home)
+    if not launched:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+            del os.environ[name]
     import torch
 
     torch.set_num_threads(1)
-    sharding = case.strategy.get("sharding")
-    engine = _context_parallel if sharding is None else _fsdp if sharding == "fsdp" else _deepspeed
     try:
-        queue.put((rank, engine(case)))
-    except Exception as error:
-        import traceback
-
+        queue.put((rank, work()))
+    except Exception as error:  # told to the test, which has no other sight of this process
         queue.put((rank, f"{error}\n{traceback.format_exc()[-3000:]}"))
         raise
     finally:
@@ -121,8 +124,19 @@ def _rank(rank: int, port: int, case: Case, queue: Any) -> None:
             torch.distributed.destroy_process_group()
 
 
+def measure(case: Case) -> list[Bytes]:
+    """Runs all ranks of a case; returns what each measured, by rank."""
+    return run(functools.partial(_measured, case), case.world)
+
+
+def _measured(case: Case) -> Bytes:
+    sharding = case.strategy.get("sharding")
+    engine = _context_parallel if sharding is None else _fsdp if sharding == "fsdp" else _deepspeed
+    return engine(case)
+
+
 class Watch:
-    """The highest bytes seen of each named thing."""
+    """The highest bytes seen, by name."""
 
     def __init__(self) -> None:
         self.seen: Bytes = {}
@@ -132,7 +146,7 @@ class Watch:
 
 
 def _model(case: Case) -> tuple[Any, ...]:
-    """Profile, records, and the model with our step's formats, split if FSDP2 does, its parameters filled."""
+    """Profile, records, and the model in the formats of our step, sharded for FSDP2, with its parameters filled."""
     import torch
 
     from planner.catalog import lookup
@@ -161,7 +175,7 @@ def nbytes(*tensors: Any) -> int:
 
 
 def _states(optimizer: Any) -> int:
-    """Bytes of an optimizer's states, without single numbers."""
+    """Bytes of an optimizer's states, without scalars."""
     import torch
 
     found = 0
@@ -291,9 +305,9 @@ def _watch_stage_3(engine: Any, watch: Watch) -> Callable[[], None]:
 
 
 def _context_parallel(case: Case) -> Bytes:
-    """Bytes that autograd saves on a rank, each storage once, without weights; and the loss in millionths.
+    """Bytes that autograd saves on a rank, counting each storage once and without weights; and the loss in millionths.
 
-    "refused": 1 where backward would not take what autocast made, with CUDA's list of what it casts.
+    "refused": 1 if backward does not accept what autocast made, by CUDA's list of operators that it casts.
     """
     import torch
     from diffusers import ContextParallelConfig
@@ -374,7 +388,7 @@ def _fsdp(case: Case) -> Bytes:
 
 
 def _watch_groups(model: Any, watch: Watch) -> list[Any]:
-    """Looks at what every group gathers and reduces."""
+    """Records what every FSDP group gathers and reduces."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fully_shard
 
     groups = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if _is_sharded(module)]

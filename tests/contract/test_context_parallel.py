@@ -1,5 +1,5 @@
-"""Samples split over GPUs: what the estimate says a rank holds is what diffusers' own context parallelism makes of the
-same model, as our recorder sees it beside a silent process group, and as autograd counts it at two real ranks."""
+"""Context parallelism: the estimate of a rank's memory matches what diffusers' context parallelism does to the same
+model, both by our recorder with a fake process group, and by autograd on two real ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TINY: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         {"B": 1, "F": 1, "H": 16, "W": 16, "T": 64, "R": 4, "E": 0},
     ),
 }
-"""Narrow, but wide against what comes out of them; more tokens of the clip than of the text."""
+"""Narrow, but wide enough to compare what comes out; more tokens of the clip than of the text."""
 
 HALF = {"weights_dtype": "bf16", "adapter_dtype": "bf16", "autocast": "none"}
 WAN, FLUX, QWEN = TINY
@@ -68,7 +68,7 @@ def job_of(profile: ModelProfile) -> Job:
 
 @pytest.fixture(autouse=True)
 def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tape is of the depth that was recorded."""
+    """Tapes are of the recorded depth only."""
 
     def lengths(name: str) -> tuple[int, ...]:
         profile = tiny(name)
@@ -81,7 +81,7 @@ def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def split(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Models are built as one of two ranks has them; nobody answers to what they send."""
+    """Models are built as on one of two ranks, with a process group that does not communicate."""
     from diffusers import ContextParallelConfig
 
     build = step.build_model
@@ -99,7 +99,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 CARD = "a100-80gb"
-"""On which flash attention runs, as the recorder takes it: cuDNN's backward rounds no rows up."""
+"""A card with flash attention, which the recorder assumes too; cuDNN's backward pads no rows."""
 
 
 def estimated(name: str, mode: str) -> Run:
@@ -120,9 +120,9 @@ def recorded(name: str, mode: str) -> RawRecording:
 
 
 def trace_peaks(trace: RawRecording) -> tuple[int, int]:
-    """(the most allocated at once, what forward leaves), without weights.
+    """(highest allocated bytes, bytes that forward leaves), without weights.
 
-    What is sent and what is waited for are one buffer, which a recorder of fakes takes for two.
+    A sent tensor and the one waited for are one buffer, but a recorder with fake tensors sees two.
     """
     held = most = kept = 0
     for event, passes in zip(trace.events, trace.passes, strict=True):

@@ -1,5 +1,5 @@
-"""What a laid-out run says that a rank holds is what DeepSpeed 1, 2, 3 and FSDP2 really hold, byte for byte, at two
-ranks on the CPU: tiny models of our own step, LoRA and full."""
+"""The memory that a laid-out run predicts for a rank is what DeepSpeed's stages 1 to 3 and FSDP2 really hold, byte for
+byte, on two CPU ranks: tiny models of our own step, LoRA and full."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ GRIDS = {
     "cogvideox-2b": {"B": 2, "F": 3, "H": 4, "W": 4, "T": 6, "R": 5, "E": 0},
     "cogvideox-5b-i2v": {"B": 2, "F": 3, "H": 4, "W": 4, "T": 6, "R": 5, "E": 0},
 }
-"""An odd rank, and tables of one row: what FSDP2 cannot halve."""
+"""An odd rank and one-row tables, which FSDP2 cannot halve."""
 
 SETTINGS = {
     "reduce_bucket": 3000,
@@ -69,7 +69,7 @@ SETTINGS = {
     "sub_group": 4000,
     "persistent": 100,
 }
-"""Small enough for tiny models to fill them several times."""
+"""So small that tiny models fill the buckets several times."""
 
 WAN, COG, SAVED_TABLE = TINY
 MACHINE = Machine(gpu="h100-80gb", gpus=WORLD)
@@ -82,7 +82,7 @@ def case(model: str, method: str, **strategy: Any) -> Case:
 
 @functools.cache
 def _tape(model: str, name: str, optimizer: bool) -> Tape:
-    """A tape of the tiny model, of every block: nothing is unfolded."""
+    """A tape of the tiny model in which every block is recorded, so that none is derived from another."""
     profile = tiny(model)
     variant = next(variant for variant in default_variants(profile) if variant.name == name)
     job, strategy = variant.records(profile)
@@ -99,7 +99,7 @@ def tiny(model: str) -> ModelProfile:
 
 
 def estimated(asked: Case, rank: int | None = None) -> Run:
-    """The same case laid out, for a rank where they do not allocate alike."""
+    """The same case laid out; for a given rank, if ranks allocate differently."""
     machine = MACHINE.replace(gpus=asked.world)
     profile = tiny(asked.model)
     job = Job.read({"model": asked.model, "lora_targets": profile.lora.targets, **asked.job})
@@ -148,7 +148,7 @@ def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def agree(ranks: list[Bytes], expected: Bytes) -> None:
-    """Every named thing is, on the fullest rank, as many bytes as expected."""
+    """Asserts that on the fullest rank every named thing has the expected bytes."""
     most = {name: max(rank.get(name, 0) for rank in ranks) for name in expected}
     for name, nbytes in expected.items():  # shown by pytest -s
         print(f"    {name}: estimated {nbytes}, real {[rank.get(name, 0) for rank in ranks]}")
@@ -193,7 +193,7 @@ def test_stages_1_and_2(asked: Case) -> None:
 
 
 def test_eight_bit_states() -> None:
-    """bitsandbytes steps over DeepSpeed's flat share; its tables of 256 steps are counted apart: 2 KiB."""
+    """bitsandbytes steps on DeepSpeed's flat share; its tables of 256 quantiles are counted separately: 2 KiB."""
     asked = case(WAN, "full", sharding="zero-2", gradient_checkpointing="full", optimizer="adamw-8bit")
     run, ranks = estimated(asked), measure(asked)
     states = held(run, "exp_avg") + held(run, "exp_avg_sq")
@@ -279,8 +279,8 @@ def test_fsdp(asked: Case) -> None:
 
 @pytest.mark.parametrize("fields", [{"weights_dtype": "bf16"}, {"gradient_accumulation": 2}], ids=str)
 def test_fsdp_of_two_copies(fields: dict[str, Any]) -> None:
-    """Four ranks, two to a copy of the model: shares are halves, and gradients are summed over the copies once a
-    step, behind the last micro-batch."""
+    """Four ranks in two replicas of two: shares are halves, and gradients are summed over the replicas once per step,
+    after the last micro-batch."""
     asked = case(WAN, "full", sharding="fsdp", gradient_checkpointing="full", fsdp_replicas=2, **fields)
     run, ranks = estimated(asked._replace(world=4)), measure(asked._replace(world=4))
     outside, block = _gathered(run)
@@ -302,7 +302,7 @@ def test_fsdp_of_two_copies(fields: dict[str, Any]) -> None:
 
 
 def _left(run: Run, stage: Stage) -> list[int]:
-    """The reduced gradients that a stage makes and leaves behind."""
+    """The reduced gradients that a stage makes and keeps."""
     made = [event for event in stage.ops if event >= 0 and run.program.op[event] == "reduced gradients"]
     return [buffer for buffer in made if ~buffer not in set(stage.ops)]
 
@@ -329,7 +329,7 @@ def _sizes(run: Run, name: str) -> list[int]:
 
 
 def _gathered(run: Run) -> tuple[int, int]:
-    """Bytes of the group outside the blocks, and of the largest block: a group's weights come together."""
+    """Bytes of the group outside the blocks, and of the largest block: the weights of a group are gathered together."""
     groups = [
         [run.sizes[event] for event in events if event >= 0 and run.program.op[event] == "gathered weights"]
         for _, events in run.step.stretches
@@ -339,7 +339,7 @@ def _gathered(run: Run) -> tuple[int, int]:
 
 
 def _kept(run: Run, name: str) -> int:
-    """Bytes of a name that the step leaves behind."""
+    """Bytes of a name that the step keeps."""
     kept = 0
     for event in run.step.ops:
         buffer = event if event >= 0 else ~event

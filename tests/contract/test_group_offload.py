@@ -1,7 +1,7 @@
-"""diffusers' real group offloading on small models on the CPU: the weights it brings are the ones we count.
+"""diffusers' real group offloading, on small models on the CPU: the weights it moves are the ones we count.
 
-Its groups, leaders and prefetching run as they are. Only the copying is watched instead of done, because both devices
-are the same here; so which weights would be on the GPU is known at every moment.
+Its groups, leaders and prefetching run unchanged. Only the copies are recorded instead of done, because both devices
+are the same here; so the test knows at every moment which weights would be on the GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from planner.tape.program import Moment, Stage
 from planner.units import power_of_two
 
 Model = tuple[nn.Module, dict[str, Any], tuple[str, ...]]
-"""The model, a forward's arguments, and the module lists that a tape follows block by block."""
+"""The model, arguments of a forward, and the module lists that a tape follows block by block."""
 
 
 def wan() -> Model:
@@ -73,7 +73,7 @@ def t5() -> Model:
 
 
 class Watched:
-    """Which weights are there while a forward runs: the most bytes in each part of the model."""
+    """Tracks which weights are present during a forward: the most bytes in each part of the model."""
 
     def __init__(self, model: nn.Module, blocks: dict[tuple[str, int], nn.Module]) -> None:
         self.there: set[torch.Tensor] = set()
@@ -117,14 +117,14 @@ def tensors_of(group: group_offloading.ModuleGroup) -> Iterator[torch.Tensor]:
 
 
 class Stream:
-    """A stream in name only: what is watched does not copy."""
+    """A stand-in for a CUDA stream; nothing is copied."""
 
     def synchronize(self) -> None:
         pass
 
 
 def run(monkeypatch: pytest.MonkeyPatch, model: Model, kind: str, stream: bool) -> tuple[Watched, dict[str, int]]:
-    """A model under the real hooks, run twice (the first forward only finds out the order)."""
+    """Runs a model twice under the real hooks; the first forward only discovers the order."""
     module, inputs, lists = model
     module.eval()
     blocks = {(name, i): block for name in lists for i, block in enumerate(module.get_submodule(name))}
@@ -155,7 +155,7 @@ def _config(kind: str, stream: bool) -> group_offloading.GroupOffloadingConfig:
 
 
 def woven(watched: Watched, sizes: dict[str, int], kind: str, stream: bool) -> dict[tuple[str, int] | None, int]:
-    """The most bytes of weights in each part of the model, as the estimate has it."""
+    """The most bytes of weights in each part of the model, as estimated."""
     table = [-(-nbytes // 512) * 512 for nbytes in sizes.values()]
 
     def new(nbytes: int) -> int:

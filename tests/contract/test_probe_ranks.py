@@ -1,4 +1,4 @@
-"""A probe of several ranks: each sets up what the plan says, runs all phases and tells; the highest counts."""
+"""A probe of several ranks: each sets up what the plan says, runs all phases and reports; the highest numbers count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever measures a plan keeps one contract: a simulated machine, and our own step in a process of its own."""
+"""All runners that measure plans keep one contract: the simulated machine, and our own step in a separate process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Samples of a model whose weights are split over two ranks: those that one rank makes, and nothing else changes."""
+"""Samples of a model that is sharded over two ranks are the same as on one rank, and training is not affected."""
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 from planner.catalog import lookup  # noqa: E402
 from planner.launch.launch import RunRequest, Validation  # noqa: E402
-from tests.contract import training  # noqa: E402
+from tests.contract.ranks import run  # noqa: E402
 from tests.trainers import runs, tiny  # noqa: E402
 from trainers.sampling import samples  # noqa: E402
 
@@ -27,7 +28,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model with weights that ZeRO-3 does split, its VAE, and two encoded prompts."""
+    """A model with weights that ZeRO-3 really shards, its VAE, and two encoded prompts."""
     root = tmp_path_factory.mktemp("samples")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VPLAN_HOME", str(root / "home"))
@@ -45,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def request(place: runs.Place, output: Path, world: int, sharding: str = "none") -> dict[str, Any]:
-    """Three steps of the same global batch, with two samples behind each."""
+    """Three steps with the same global batch, each followed by two samples."""
     strategy = {"validation_mode": "on", "vae_dtype": "fp32", "adapter_dtype": "fp32", "sharding": sharding}
     plan = place.plan(strategy, gpus=world, batch_size=2 // world)
     asked = Validation(prompts=str(place.root / "validation.json"), every=1, steps=2)
@@ -53,7 +54,7 @@ def request(place: runs.Place, output: Path, world: int, sharding: str = "none")
 
 
 def keep(frames: numpy.ndarray, path: Path, _fps: float) -> None:
-    """What was sampled, before a codec rounds it."""
+    """Keeps the samples as arrays, before a codec rounds them."""
     with path.open("wb") as file:
         numpy.save(file, frames)
 
@@ -72,8 +73,9 @@ def alone(place: runs.Place) -> Path:
 def test_two_ranks_that_split_a_model_sample_what_one_does(
     place: runs.Place, alone: Path, tmp_path: Path, sharding: str
 ) -> None:
-    """All denoise and the first decodes; what fails on one rank before or behind that is told, and training goes on."""
-    training.run(_train_and_fail_twice, request(place, tmp_path, 2, sharding), 2)
+    """All ranks denoise and the first decodes; a failure on one rank before or after that is reported, and training
+    continues."""
+    run(functools.partial(_train_and_fail_twice, request(place, tmp_path, 2, sharding)))
     assert runs.losses(tmp_path) == pytest.approx(runs.losses(alone), abs=1e-5)
     told = [(line["note"], line["samples"]) for line in runs.lines(tmp_path) if "samples" in line]
     assert told[0] == ("OSError: the disk broke", []) and told[1][0] == "AttributeError: a rank's own trouble"
@@ -86,8 +88,8 @@ def test_two_ranks_that_split_a_model_sample_what_one_does(
 
 
 def _train_and_fail_twice(request: dict[str, Any]) -> dict[str, Any]:
-    """The first sample of all cannot be written, and the first rank cannot read the second round's second prompt.
-    Gathered weights are gone behind each round."""
+    """The very first sample cannot be written, and in the second round the first rank cannot read the second prompt.
+    After each round the gathered weights are freed."""
     from trainers.sampling.samples import Samples
 
     asked, make = Samples._inputs, Samples.make

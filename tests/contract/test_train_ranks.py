@@ -1,8 +1,9 @@
-"""Two ranks train what one trains: the same losses and the same weights from the same global batch, however it is
-split, before and after a resume."""
+"""Two ranks train as one does: with the same global batch the losses and weights are the same, however it is split,
+before and after a resume."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -21,6 +22,7 @@ from torch.utils import cpp_extension  # noqa: E402
 from planner.launch.launch import RunRequest  # noqa: E402
 from planner.spec.job import Job, Machine, Strategy  # noqa: E402
 from tests.contract import training  # noqa: E402
+from tests.contract.ranks import run  # noqa: E402
 from tests.covering import in_turns  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 from trainers.parallel.start import start  # noqa: E402
@@ -82,7 +84,7 @@ def test_two_ranks_train_what_one_does_and_go_on_from_a_checkpoint(
 
 
 def across(place: runs.Place, output: Path, strategy: dict[str, Any], ranks: int, **said: Any) -> dict[str, Any]:
-    """A request of a full training with four samples a step, on so many ranks, in two micro-batches or more."""
+    """A request for full training with four samples per step on ``ranks`` ranks, in two or more micro-batches."""
     batch_size = said.pop("batch_size", 1 if ranks == 4 else 2)
     fields = {**strategy, "gradient_accumulation": 4 // (ranks * batch_size)}
     plan = place.plan(fields, gpus=ranks, method="full", batch_size=batch_size)
@@ -101,14 +103,14 @@ def across(place: runs.Place, output: Path, strategy: dict[str, Any], ranks: int
 def test_other_numbers_of_ranks_go_on_from_a_checkpoint(
     place: runs.Place, tmp_path: Path, strategy: dict[str, Any]
 ) -> None:
-    """Two ranks write it, one and four take it up: losses and weights are those of the two that go on themselves."""
+    """Two ranks write the checkpoint, one or four resume it: losses and weights are as when the two continue."""
     check(training.train(across(place, tmp_path / "2", strategy, 2)))
     for ranks in (1, 4):
         compare(taken_up(place, tmp_path, 2, strategy, ranks), tmp_path / "2")
 
 
 def taken_up(place: runs.Place, folder: Path, writers: int, strategy: dict[str, Any], ranks: int, **said: Any) -> Path:
-    """What so many ranks make of a checkpoint that so many writers left in the folder under their number."""
+    """Resumes a checkpoint of ``writers`` ranks on ``ranks`` ranks; returns the output folder."""
     output = folder / f"{ranks}-again"
     shutil.copytree(folder / str(writers), output)
     shutil.rmtree(output / "final")
@@ -118,7 +120,7 @@ def taken_up(place: runs.Place, folder: Path, writers: int, strategy: dict[str, 
 
 
 def test_two_copies_of_a_sharded_model_train_what_one_rank_does(place: runs.Place, tmp_path: Path) -> None:
-    """Four ranks, each copy on two of them; one rank goes on from their checkpoint, and so do they: to the last bit."""
+    """Four ranks in two replicas of two; one rank resumes their checkpoint, as they do, with bit-identical results."""
     strategy = {"sharding": "fsdp", "ema": "gpu"}
     copies = {**strategy, "fsdp_replicas": 2}
     check(training.train(across(place, tmp_path / "4", copies, 4), world=4))
@@ -155,7 +157,7 @@ STRATEGIES: list[tuple[str, dict[str, Any]]] = [
 def test_what_else_a_plan_says_holds_at_two_ranks(
     place: runs.Place, tmp_path: Path, sharding: str, strategy: dict[str, Any]
 ) -> None:
-    """Accumulation, averages and offload, taken up from a checkpoint in the middle."""
+    """Accumulation, moving averages and offload, resumed from a checkpoint in the middle."""
     half = request(place, tmp_path, sharding, strategy, job={"method": "full"}, steps=3, checkpoint_every=3)
     last = {**half, "steps": STEPS, "resume": str(tmp_path / "checkpoints" / "step-00000003")}
     for asked in (half, last):
@@ -165,19 +167,20 @@ def test_what_else_a_plan_says_holds_at_two_ranks(
 
 
 def test_two_ranks_that_share_every_sample_train_what_one_does(place: runs.Place, tmp_path: Path) -> None:
-    """Each with half of the tokens; the bytes a rank holds are in test_context_parallel.py."""
+    """Each rank has half of the tokens; test_context_parallel.py checks their bytes."""
     split = {"context_parallel": 2, "gradient_checkpointing": "full"}
     check(training.train(request(place, tmp_path, "none", split, job={"method": "full", "batch_size": 2})))
     compare(tmp_path, alone(place, {}, method="full"))
 
 
 def test_ranks_that_read_different_weights_are_refused(place: runs.Place, tmp_path: Path) -> None:
-    """A node whose model folder is another version than the others': both ranks say so and how to mend it."""
+    """If a node's model folder has another version than the others', both ranks report it with a fix."""
     shutil.copytree(place.root / "model", tmp_path / "model")
     (file,) = (tmp_path / "model").rglob("*.safetensors")
     save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
     asked = request(place, tmp_path / "run", "ddp", {}, job={"method": "full"})
-    told = training.run(_train_on_two_nodes, [asked, {**asked, "weights": str(tmp_path / "model")}], 2)
+    requests = [asked, {**asked, "weights": str(tmp_path / "model")}]
+    told = run(functools.partial(_train_on_two_nodes, requests))
     assert [(rank["outcome"], rank["message"]) for rank in told] == [
         ("refused", "the ranks have read different weights to begin with")
     ] * 2
@@ -185,19 +188,19 @@ def test_ranks_that_read_different_weights_are_refused(place: runs.Place, tmp_pa
 
 
 def _train_on_two_nodes(requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """Each rank trains its own request."""
+    """Each rank trains with its own request."""
     return runs.train(RunRequest.read(requests[int(os.environ["RANK"])]))
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero-1"])
 def test_ranks_wait_for_one_that_writes_for_hours(sharding: str) -> None:
-    """Not for the 10 or 30 minutes after which torch ends a run: 280 GB at 20 MB/s are 4 hours."""
-    told = training.run(_wait_in_seconds, sharding, 2)
+    """Not only for the 10 or 30 minutes after which torch would abort: 280 GB at 20 MB/s take 4 hours."""
+    told = run(functools.partial(_wait_in_seconds, sharding))
     assert all(each["seconds"] >= 280e9 / 20e6 for each in told), told
 
 
 def _wait_in_seconds(sharding: str) -> dict[str, Any]:
-    """The timeout of the group that the barriers of a save belong to."""
+    """The timeout of the process group for the barriers of a checkpoint."""
     job, strategy = Job(model="sdxl", frames=1, height=1024, width=1024), Strategy(sharding=sharding)
     device = torch.device("cpu")
     start(job, strategy, Machine(gpu="24GB", gpus=2), device, Path())
@@ -208,7 +211,7 @@ def _wait_in_seconds(sharding: str) -> dict[str, Any]:
 def test_two_ranks_run_the_same_expert_and_wait_for_no_gradient_of_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With all its micro-batches."""
+    """Including all of its micro-batches."""
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
     place = runs.Pair(tmp_path / "pair")
     whole = place.plan({"gradient_accumulation": 2}, batch_size=2, experts="both")
@@ -222,7 +225,7 @@ def test_two_ranks_run_the_same_expert_and_wait_for_no_gradient_of_the_other(
 
 
 def is_built() -> bool:
-    """Whether async_io is compiled, of this DeepSpeed and for this ninja: to do it here would take minutes."""
+    """Whether async_io is already compiled for this DeepSpeed and ninja; compiling it here would take minutes."""
     root, source = Path(cpp_extension.get_default_build_root()), importlib.util.find_spec("deepspeed")
     assert source and source.origin
     folders = [next(root.glob(f"*/{name}/build.ninja"), root).parent for name in ("pin_memory", "async_io")]
@@ -236,8 +239,8 @@ def is_built() -> bool:
 
 @pytest.mark.skipif(not is_built(), reason="DeepSpeed's async_io is not built here")
 def test_what_is_on_a_drive_trains_as_in_host_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and states are files there, and go on from a checkpoint. One weight in 100,000 with next to no gradient
-    goes another way under Adam."""
+    """Weights and states are files there, and resume from a checkpoint. One weight in 100,000 has almost no gradient,
+    so that Adam moves it differently."""
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
     wide = runs.Place(tmp_path, "wide")
     strategy = {"offload_optimizer": "nvme"}
@@ -260,7 +263,7 @@ def test_what_is_on_a_drive_trains_as_in_host_ram(tmp_path: Path, monkeypatch: p
 def test_a_start_that_is_not_the_plans_is_refused(
     place: runs.Place, tmp_path: Path, sharding: str, gpus: int, world: int
 ) -> None:
-    """Each would go on without a word, as another training than the plan's."""
+    """Without this, each would silently train something else than the plan."""
     plan = place.plan({"sharding": sharding}, gpus=gpus)
     for told in training.train(place.request(tmp_path, plan).to_json(), world=world):
         assert told["outcome"] == "refused"

@@ -1,4 +1,4 @@
-"""The command line as people and programs meet it: help, exit codes, errors, and what is never imported."""
+"""The command line as people and programs use it: help, exit codes, errors, and imports that must not happen."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_wrong_use_is_two_lines_and_exit_2(words: list[str], message: str, fix: 
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verb `ask` that takes every flag there is, and shows what became of it."""
+    """A verb `ask` that accepts every flag, and shows the resulting question."""
 
     @click.command(cls=Verb)
     @request_options()
@@ -95,7 +95,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("verb", ["suggest", "estimate", "train", "tune"])
 def test_help_is_short_and_help_all_is_whole(verb: str) -> None:
-    """The job, the machine and the wishes; the strategy's flags, one for each field, come with --help-all."""
+    """Short help has job, machine and wishes; --help-all adds a flag for each field of the strategy."""
     short, whole = (
         CliRunner().invoke(cli, [verb, flag], prog_name="vplan").output for flag in ("--help", "--help-all")
     )
@@ -109,7 +109,7 @@ def test_help_is_short_and_help_all_is_whole(verb: str) -> None:
 
 
 def completed(*words: str, shell: str = "bash") -> list[str]:
-    """What a shell's script gets for a command line; fish says the word itself, the others its number."""
+    """The completions that a shell gets for a command line; fish passes the word itself, others its index."""
     at = words[-1] if shell == "fish" else str(len(words))
     done = run(COMP_WORDS=" ".join(["vplan", *words]), COMP_CWORD=at, _VPLAN_COMPLETE=f"{shell}_complete")
     return done.stdout.splitlines()
@@ -268,7 +268,7 @@ def test_a_piped_table_is_plain_text_in_80_columns(verb: str) -> None:
 
 @pytest.mark.parametrize("verb", ["models", "gpus"])
 def test_a_piped_table_has_a_line_a_row(verb: str) -> None:
-    """Without COLUMNS nothing is wrapped at the 80 of a terminal that is not there."""
+    """Without COLUMNS, nothing is wrapped at 80 columns as if there were a terminal."""
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     page = subprocess.run(vplan.command(verb), env=environment, capture_output=True, text=True, check=True).stdout
     answer = json.loads(run(verb, "--json").stdout)[verb]
@@ -278,7 +278,7 @@ def test_a_piped_table_has_a_line_a_row(verb: str) -> None:
 
 
 FULL = Path("/dev/full")
-"""A disk without room, as Linux has it."""
+"""A full disk, as a device of Linux."""
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="/dev/full is Linux's")
@@ -325,13 +325,14 @@ def test_torch_is_never_imported(words: list[str]) -> None:
 
 
 def test_help_imports_no_records() -> None:
-    """`vplan --help` and a typo answer at once: pydantic and rich alone cost as much as all the rest."""
+    """`vplan --help` and typos answer immediately: importing pydantic and rich alone takes as long as everything
+    else."""
     source = "import sys, vplan; vplan.main(['--help']); print('HEAVY', *{'pydantic', 'rich'} & set(sys.modules))"
     assert python(source).splitlines()[-1] == "HEAVY"
 
 
 def test_errors_are_json_when_json_was_asked() -> None:
-    """A broken profile is the only wrong input these verbs can meet, so one is refused here by hand."""
+    """A damaged profile is the only wrong input these verbs can have, so the test simulates one."""
     source = (
         "import sys, vplan, planner.catalog.card_lookup\n"
         "from planner.errors import VplanError\n"

@@ -1,6 +1,6 @@
-"""The docs' pages of models, cards and trainers are what we know. `python tests/e2e/test_docs.py` writes them.
+"""The generated pages about models, cards and trainers are current; `python tests/e2e/test_docs.py` writes them.
 
-And links between pages lead somewhere: a page is split or renamed without its readers noticing otherwise.
+And links between pages lead to existing files and headings, which splitting or renaming a page can break.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WRITTEN = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "accu
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub names the headings of a page."""
+    """The anchors that GitHub gives the headings of a page."""
     lines = page.read_text(encoding="utf-8").splitlines()
     titles = [line.lstrip("#").strip().lower() for line in lines if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}

@@ -1,4 +1,4 @@
-"""The one door: whatever folders lie about and whatever a script has imported, our packages are ours."""
+"""The entry point: our packages are imported, whatever folders exist nearby and whatever a script has imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DECOY = "raise SystemExit('a decoy was imported: ' + __file__)\n"
 
 @pytest.fixture
 def decoys(tmp_path: Path) -> Path:
-    """A user's repository with folders called like ours; importing one ends the process."""
+    """A user's repository with folders named like our packages; importing one ends the process."""
     for name in vplan.PACKAGES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(DECOY)
@@ -28,7 +28,7 @@ def decoys(tmp_path: Path) -> Path:
 def run(
     arguments: list[str], cwd: Path, path: str = "", code: int = 0, stderr: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run a process with PYTHONPATH=`path`; checks its exit code and, when given, what stderr contains."""
+    """Runs a process with PYTHONPATH=`path`; checks its exit code, and that stderr contains the given text."""
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
@@ -37,13 +37,14 @@ def run(
 
 
 def test_decoys_in_front_are_not_imported(decoys: Path) -> None:
-    """`python -m vplan` puts the working folder first, `PYTHONPATH=.` right after it: both lose to ours."""
+    """`python -m vplan` puts the working folder first on the path, and `PYTHONPATH=.` second; our packages still
+    win."""
     done = run([sys.executable, "-m", "vplan", "gpus", "--json"], decoys, path=f".{os.pathsep}{ROOT}")
     assert json.loads(done.stdout)["gpus"]
 
 
 def test_decoys_do_not_reach_the_console_script(decoys: Path) -> None:
-    """A console script is `from vplan import main`, from a folder of its own."""
+    """A console script runs `from vplan import main` from another folder."""
     script = decoys / "bin" / "vplan"
     script.parent.mkdir()
     script.write_text("import sys\nfrom vplan import main\nsys.exit(main())\n")
@@ -51,7 +52,8 @@ def test_decoys_do_not_reach_the_console_script(decoys: Path) -> None:
 
 
 def test_a_launchers_worker_is_ours(decoys: Path, tmp_path: Path) -> None:
-    """A worker started by path, as launchers do, runs our trainers although the job's folder has others."""
+    """A worker started by path, as launchers do, runs our trainers even if the job's folder has a package of that
+    name."""
     source = tmp_path / "house"
     for name in ("planner", "profiles", "trainers", "reports"):
         (source / name).mkdir(parents=True)
@@ -65,8 +67,8 @@ def test_a_launchers_worker_is_ours(decoys: Path, tmp_path: Path) -> None:
 
 
 def test_a_script_with_its_own_trainers_gets_answers(decoys: Path) -> None:
-    """Answers come in the script's own process, beside folders called like ours: neither its modules nor its search
-    path are touched, and torch is not imported."""
+    """The API works in the script's own process, next to folders named like our packages: it changes neither its
+    modules nor its search path, and does not import torch."""
     (decoys / "trainers" / "__init__.py").write_text("MINE = True\n")
     (decoys / "script.py").write_text(
         "import sys, trainers, vplan\n"
@@ -189,7 +191,7 @@ def test_what_an_answer_refuses_is_the_same_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [["gpus"], ["worker", "step"]])
 def test_a_script_with_its_own_trainers_is_refused_inside(decoys: Path, words: list[str]) -> None:
-    """Our code cannot run in a process that has another package of that name; it says which and where."""
+    """Our code cannot run in a process with another package of that name; the error names the package and its file."""
     (decoys / "trainers" / "__init__.py").write_text("MINE = True\n")
     (decoys / "script.py").write_text(f"import trainers, vplan\nraise SystemExit(vplan.main({words!r}))\n")
     theirs = os.path.join(os.path.realpath(decoys), "trainers", "__init__.py")

@@ -1,4 +1,4 @@
-"""docs/effects.md is kept by hand: what it names is in the code, and its counts are those of its items."""
+"""docs/effects.md is maintained by hand: the names it gives exist in the code, and its counts match its items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What newcomers ask, through the real command line, and what the first screen says."""
+"""Questions of newcomers through the real command line, and what the first screen says."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ HERE = {"COLUMNS": "100"}
 
 
 def said(line: str, code: int = 0, columns: int = 100) -> str:
-    """What a command line prints, stdout and stderr, as one line a paragraph."""
+    """The output of a command line, stdout and stderr."""
     done = CliRunner().invoke(cli, line.split(), env={**HERE, "COLUMNS": str(columns)})
     assert done.exit_code == code, done.output
     return done.output
 
 
 def prose(line: str, code: int = 0) -> str:
-    """The same with its line breaks taken out."""
+    """The same without line breaks."""
     return " ".join(said(line, code).split())
 
 
@@ -36,7 +36,7 @@ def answer(line: str, code: int = 0) -> dict[str, Any]:
 
 
 def test_every_test_of_the_table_is_there() -> None:
-    """`front_door.md` says which test holds what; a name that is gone would hold nothing."""
+    """`front_door.md` names the test for each of its rows; each of them must exist."""
     named = re.findall(r"`(tests/\S+\.py)::(\w+)`", Path(__file__).with_name("front_door.md").read_text())
     root = Path(__file__).parents[2]
     assert len(named) > 30
@@ -121,7 +121,7 @@ CARDS = {
 
 @pytest.mark.parametrize("model", CARDS)
 def test_the_page_and_the_command_line_say_the_same_longest_clip(model: str, tmp_path: Path) -> None:
-    """Video models by their frames, image models by their batch, without loss and with it."""
+    """Video models by their frames, image models by their batch size, lossless and lossy."""
     path = tmp_path / "plan.toml"
     CliRunner().invoke(cli, ["estimate", model, "--gpu", "24GB", "-o", str(path)], env=HERE)
     builder = Builder("plan.toml", read_plan(path))
@@ -198,7 +198,7 @@ def test_nothing_absurd_is_suggested_for_an_unknown_name() -> None:
 
 
 def test_the_longest_clip_is_said_lossless_and_lossy() -> None:
-    """And both commands say the same two numbers, which hold when they are asked for."""
+    """Both commands report the same two lengths, and these are correct when requested."""
     fixed = "--host-ram 32GiB --gradient-checkpointing offload --optimizer-step fused"
     question = f"suggest wan2.1-t2v-14b --gpu 4090 {fixed}"
     found = answer(f"{question} --frames max")
@@ -323,7 +323,7 @@ def test_swap_names_the_link_it_hides_behind(question: str, words: str) -> None:
     ],
 )
 def test_errors_of_use_are_json_with_a_schema(line: str, code: int, message: str, fix: str) -> None:
-    """What is wrong in how it is called, too, and nothing beside it on stdout."""
+    """Usage errors are JSON too, with nothing else on stdout."""
     done = CliRunner().invoke(cli, line.split(), prog_name="vplan", env=HERE)
     found = json.loads(done.stdout)
     assert done.exit_code == code and found["schema"] == 1 and set(found["error"]) == {"message", "fix"}
@@ -339,7 +339,7 @@ def test_every_answer_has_its_schema(line: str) -> None:
 
 
 def test_what_a_torch_changes_is_in_the_estimate_and_a_newer_one_is_said() -> None:
-    """2.15 takes a workspace of cuBLAS for one product at a time, of 32 MiB on an H100; 2.13 and 2.14 keep two."""
+    """torch 2.15 allocates cuBLAS workspaces for one product at a time, 32 MiB on an H100; 2.13 and 2.14 keep two."""
     found = {torch: answer(f"estimate sdxl --gpu h100-80gb --torch {torch}") for torch in ("2.13", "2.14", "2.15")}
     peaks = {torch: each["phases"]["train"]["allocated_bytes"] for torch, each in found.items()}
     assert peaks["2.13"] == peaks["2.14"] and 2**20 < peaks["2.14"] - peaks["2.15"] <= 2**26

@@ -1,4 +1,4 @@
-"""`vplan suggest --max-hours` and `--max-step-seconds`: how many GPUs keep a limit of time."""
+"""`vplan suggest --max-hours` and `--max-step-seconds`: how many GPUs are needed to keep a time limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARDED = ("suggest", "wan2.1-t2v-14b", "--frames", "49", "--method", "full", "-
 
 
 def test_the_fewest_gpus_that_keep_a_step_are_the_answer() -> None:
-    """Full training of 14B takes an optimizer in host RAM on few cards, and none on many."""
+    """Full training of a 14B model needs the optimizer in host RAM on few cards, but not on many."""
     free = answer(*SHARDED, "--max-step-seconds", "1000")
     counts = {row["gpus"]: row for row in free["gpu_counts"]}
     assert list(counts) == [1, 2, 4, 8] and free["meets"]
@@ -43,7 +43,7 @@ def test_a_limit_that_nothing_keeps_is_said() -> None:
 
 
 def test_steps_that_more_gpus_do_not_shorten_are_named() -> None:
-    """Each of N GPUs brings samples of its own to a step, so epochs get shorter with N, and steps do not."""
+    """Each of N GPUs adds samples to every step, so more GPUs shorten epochs but not steps."""
     shown = typed(*WAN, "--steps", "2000", "--max-hours", "0.5", code=3).stdout
     assert not shown.startswith("fits") and shown.startswith("too slow: nothing tried keeps --max-hours 0.5")
     last = " ".join(shown.split()).partition("no number of GPUs")[2]

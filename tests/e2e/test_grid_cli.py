@@ -1,4 +1,4 @@
-"""A grid as it is run: real processes that step a tiny model, a kill in the middle, what accuracy says of the rows."""
+"""A grid in real processes that step a tiny model: a kill in the middle, and what accuracy says about the rows."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ CHEAP = {"gradient_checkpointing": "full", "resolution": "512x512"}
 
 
 def asked(folder: Path, *calls: tuple[str, dict[str, Any]]) -> list[Any]:
-    """What a server answers to some calls: its object, or the text of an error."""
+    """The names of the tools, then a server's answer to each call: its object, or the text of an error."""
 
     async def run() -> list[Any]:
         command, *words = vplan.command("mcp", "--folder", str(folder))
@@ -115,7 +115,7 @@ def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 def test_what_the_skill_says_is_so() -> None:
-    """Its commands run, and its answers have the keys that it names."""
+    """The skill's commands run, and their answers have the keys that it names."""
     text = SKILL.read_text()
     assert re.match(r"---\nname: vplan\ndescription: [^\n]+\n---\n", text)
     blocks = re.findall(r"```sh\n(.*?)```\n(?:\nKeys: (.*?)\n\n)?", text, re.DOTALL)

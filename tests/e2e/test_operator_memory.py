@@ -1,4 +1,4 @@
-"""What `trainers.recording.op_table` says of CUDA's operators, held against what they allocate on a virtual GPU."""
+"""`trainers.recording.op_table` compared with what CUDA operators allocate on a virtual GPU."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ pytestmark = needs_cuda_wheel
 
 MODELS = ("wan2.1-t2v-1.3b", "cogvideox-2b", "sd1.5")
 SCALAR_BYTES = 512
-"""A number beside a tensor becomes a tensor in some overloads."""
+"""A number passed next to a tensor becomes a tensor in some overloads."""
 
 SMALL_BYTES = 16 * MIB
-"""Of what `KNOWN_SMALL` names, at the shapes below."""
+"""Limit for the operators in `KNOWN_SMALL`, at the shapes below."""
 
 CUBLAS_BYTES = 32 * MIB
-"""The first product of a thread makes the workspace of its handle, on Hopper of this size, and it stays."""
+"""The first matrix product of a thread allocates its cuBLAS workspace, which has this size on Hopper and stays."""
 
 
 def operators(model: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """A LoRA's first step, and a sample: what each operator had beyond its inputs and outputs."""
+    """A LoRA's first step and a sample: the bytes that each operator allocated beyond its inputs and outputs."""
     frames = () if model == "sd1.5" else ("--frames", "9")
     plan, out = folder / "plan.toml", folder / "seen.json"
     options = ("--gpu", "h100-80gb", *frames, "--gradient-checkpointing", "full", "--validation-mode", "on")
@@ -105,8 +105,8 @@ MATRICES = (
 def test_a_reduction_of_rows_takes_the_workspace_that_the_layout_says(
     gpu: str, reductions: str, tmp_path: Path
 ) -> None:
-    """Beside it come the counters of the blocks, 4 bytes for each, and of a sum in 16 bits that is read in parts the
-    results so far, in fp32 (ATen/native/cuda/Reduce.cuh ``AccumulationBuffer``): 32 KiB here, which are not counted."""
+    """In addition come 4 bytes per block for counters, and for a 16-bit sum that is read in parts the fp32 partial
+    results (ATen/native/cuda/Reduce.cuh ``AccumulationBuffer``): 32 KiB here, which are not counted."""
     out = tmp_path / "bytes.json"
     rehearse(gpu, "tests.tools.mean_memory", str(out), reductions, *(f"{rows}x{columns}" for rows, columns in MATRICES))
     taken_by = json.loads(out.read_text())
@@ -125,7 +125,7 @@ def test_a_reduction_of_rows_takes_the_workspace_that_the_layout_says(
     [("h100-80gb", "Cudnn", 0), ("b200", "Cudnn", 0), ("rtx-4090", "Efficient", 1), ("rtx-5090", "Efficient", 1)],
 )
 def test_only_memory_efficient_attention_pads_a_mask(gpu: str, kernel: str, copies: int, tmp_path: Path) -> None:
-    """A boolean mask becomes one of numbers; where its rows are no multiple of 8, most cards' kernel copies it."""
+    """A boolean mask is converted to numbers; if its rows are not a multiple of 8, most cards' kernel copies it."""
     out, length = tmp_path / "mask.json", 2055
     rehearse(gpu, "tests.tools.mask_memory", str(out), str(length))
     seen = json.loads(out.read_text())

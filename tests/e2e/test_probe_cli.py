@@ -1,4 +1,4 @@
-"""Probes as they are: a fresh process that builds a model and steps it, here on the CPU and with a tiny one."""
+"""Real probes: a new process builds a model and steps it, here a tiny one on the CPU."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ def plan(strategy: dict[str, Any] | None = None, **job: Any) -> Plan:
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """What a probe leaves behind lies in `folder`."""
+    """Runs a command whose temporary files go to `folder`."""
     environment = {**os.environ, "TMPDIR": str(folder), "VPLAN_HOME": str(folder / "home")}
     return subprocess.run(vplan.command(*words), env=environment, capture_output=True, text=True, check=False)
 
 
 def test_a_real_step() -> None:
-    """The VAE, of its published size, decodes in fp32: torch's convolutions in bf16 take a CPU ninety times as long."""
+    """The VAE has its published size and decodes in fp32: on a CPU, torch's bf16 convolutions are ninety times
+    slower."""
     strategy = {"gradient_checkpointing": "full", "validation_mode": "on", "ema": "cpu", "gradient_accumulation": 2}
     strategy |= {"vae_dtype": "fp32"}
     row = probe(plan(strategy), RealRunner(device="cpu", config=TINY), steps=2, time_limit=300)
@@ -68,7 +69,7 @@ def test_a_real_step() -> None:
 
 
 def test_a_loss_that_is_no_number() -> None:
-    """A norm's epsilon below zero takes the root of a negative number. All else is as in a run that works."""
+    """With a negative epsilon a norm takes the root of a negative number; everything else is as in a working run."""
     strategy = {"optimizer_step": "fused", "expandable_segments": False}
     row = probe(
         plan(strategy, method="full"), RealRunner(device="cpu", config={**TINY, "eps": -1e30}), steps=1, time_limit=300
@@ -113,7 +114,7 @@ def test_calibrating_at_a_tiny_size(tmp_path: Path) -> None:
 
 
 def test_an_end_by_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
-    """What schedulers send. A probe's folder can hold a checkpoint of many gigabytes."""
+    """As schedulers end jobs. A probe's folder can hold a checkpoint of many gigabytes."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     write_plan(plan(), tmp_path / "plan.toml")
@@ -134,7 +135,7 @@ def test_an_end_by_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_encoding_that_does_not_run_is_not_in_the_estimate_beside_it(tmp_path: Path) -> None:
-    """At this size the text encoder needs far more than the steps do, and it is on the card before them."""
+    """At this size the text encoder needs far more memory than the steps, which it precedes."""
     estimated = vplan.estimate("wan2.1-t2v-1.3b", gpu="24GB", frames=5, height=32, width=32, lora_rank=4)
     phases = {name: peak.device_bytes for name, peak in estimated.phases.items()}
     encoding = phases.pop("encode")

@@ -46,7 +46,7 @@ def _quoted(line: str) -> list[str]:
 
 
 def is_said(fact: str, lines: list[str]) -> bool:
-    """Whether a fact stands in the lines, whose breaks are taken out; `^` is the beginning of any line."""
+    """Whether a fact is in the lines, ignoring line breaks; `^` matches the start of any line."""
     ranges = [(float(low), float(high)) for low, high in RANGE.findall(fact)]
     parts = RANGE.split(fact)[::3]
     pattern = "".join(

@@ -1,4 +1,5 @@
-"""What the README and its pages show is what the commands print. `python tests/e2e/test_readme.py` writes them anew."""
+"""The console output in the README and its pages is what the commands print; `python tests/e2e/test_readme.py` updates
+it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("suggest.md", "other-trainers.md"))]
-"""Pages with commands and their output; those of docs/stories have a test of their own."""
+"""Pages with commands and their output; those in docs/stories have their own test."""
 BLOCK = re.compile(r"```console\n\$ (vplan [^\n]+)\n(.*?)```", re.DOTALL)
 COLUMNS = "110"
 

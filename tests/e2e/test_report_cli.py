@@ -1,4 +1,4 @@
-"""`vplan report` as people run it: two plans on one page without torch, and the page in a real browser."""
+"""`vplan report`: two plans on one page without importing torch, and the page in a real browser."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_two_plans_stand_side_by_side_without_torch(shown: Path) -> None:
 
 @pytest.fixture(scope="module")
 def page(shown: Path) -> Iterator[Page]:
-    """The page in a browser, with the first of its plans opened. Nothing may complain, whatever is done to it."""
+    """The page in a browser, with its first plan opened. Asserts that no test causes a message on the console."""
     pytest.importorskip("playwright")
     if browse_site.CHROMIUM is None:
         pytest.skip("chromium is not installed")

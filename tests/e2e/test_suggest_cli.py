@@ -1,4 +1,4 @@
-"""`vplan suggest` as people and programs meet it."""
+"""`vplan suggest` as people and programs use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vplan train` on virtual cards: killed and taken up again, its peaks beside the estimate; and out of their memory."""
+"""`vplan train` on virtual cards: a kill and resume with peaks close to the estimate, and running out of memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ pytestmark = [needs_cuda_wheel, pytest.mark.usefixtures("preloaded_python")]
 
 
 def test_fsdp_with_all_on_the_host_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and states lie in host RAM, so what a card holds is a block's weights and its activations: also while it
-    takes up the states of a checkpoint, which once came by way of the card and stayed to the end of the first step."""
+    """Weights and states are in host RAM, so a card holds only one block's weights and its activations, also while
+    states are restored from a checkpoint. (They once passed through the card and stayed until the end of the first
+    step.)"""
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
     place = tool.make_place(tmp_path / "place")
     course = tool.train(place, tool.CASES["full-fsdp-all-on-host"], tmp_path / "run")
@@ -38,9 +39,9 @@ def test_fsdp_with_all_on_the_host_goes_on_where_it_was_killed(tmp_path: Path, m
 def test_a_run_that_is_out_of_memory_goes_on_with_the_next_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, sharding: str, card: str
 ) -> None:
-    """torch's own error on cards that hold a step with checkpoints, and none without: each rank meets it, and all go on
-    together with the next plan. Nothing is recorded of the model, so no estimate keeps it from beginning. Two ranks
-    take more of a card than one."""
+    """torch raises its own error on cards that hold a step with checkpointing but not without it; every rank gets it,
+    and all continue with the next plan. Nothing is recorded for this model, so no estimate prevents the start. Two
+    ranks need more of a card than one."""
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
     place, output = runs.Place(tmp_path, "wide"), tmp_path / "run"
     bucket = runs.SHAPES["wide"][0]

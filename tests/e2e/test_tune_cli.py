@@ -1,4 +1,4 @@
-"""`vplan tune` as people and programs meet it, on a machine that is simulated."""
+"""`vplan tune` as people and programs use it, on a simulated machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vplan watch` as people run it: a page of this computer alone, which serves a run's own files and nothing else."""
+"""`vplan watch`: a page for this computer only, which serves the run's own files and nothing else."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_another_sites_name_is_refused(port: int) -> None:
 
 
 def test_a_browser_that_hangs_up_is_no_fault(port: int, output: Path) -> None:
-    """That nothing is printed is seen where the server ends."""
+    """The end of the server's fixture checks that nothing was printed."""
     name = "step-00000033-1.png"
     whole = (output / "samples" / name).read_bytes()
     (output / "samples" / name).write_bytes(bytes(64 << 20))  # more than sockets buffer

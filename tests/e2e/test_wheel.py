@@ -1,4 +1,4 @@
-"""The built wheel, installed alone and run in an empty folder: everything needed is in it, and nothing else."""
+"""The built wheel, installed alone and run in an empty folder: it has everything needed, and nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ SHIPPED = [*vplan.PACKAGES, "vplan.py", "pyproject.toml", "README.md", "LICENSE"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy so that the checkout stays clean; tests lie beside the code, as they do here."""
+    """The wheel, built from a copy so that the checkout stays clean; tests are in it next to the code, as in the
+    repository."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     (source / "tests").mkdir(parents=True)
@@ -40,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel installed and nothing else; its dependencies come from the suite's environment."""
+    """A folder with only the wheel installed; its dependencies come from the suite's environment."""
     target = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
     subprocess.run([*pip, str(wheel)], check=True)
@@ -55,7 +56,7 @@ def run(arguments: list[str], target: Path, cwd: Path) -> str:
 
 
 def test_contents(wheel: Path) -> None:
-    """Only our five names, all Python files of the packages, and the data that lies beside them."""
+    """Only our five top-level names, all Python files of the packages, and their data."""
     names = set(zipfile.ZipFile(wheel).namelist())
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {*vplan.PACKAGES, "vplan.py"}

@@ -1,4 +1,5 @@
-"""Whole jobs on data: hours, energy and money; shapes from the data, and what a step of several shapes takes."""
+"""Whole jobs on data: time, energy and cost; shapes proposed for the data, and the cost of steps with several
+shapes."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_two_cards_cost_twice_as_much_an_hour() -> None:
 
 
 def pictures(folder: Path, sizes: list[tuple[int, int]]) -> Path:
-    """A folder of pictures (width, height) with captions."""
+    """A folder of pictures of the given (width, height), with captions."""
     folder.mkdir()
     for number, size in enumerate(sizes):
         Image.new("RGB", size, (number, 0, 0)).save(folder / f"{number}.png")
@@ -172,7 +173,7 @@ def test_samples_that_are_asked_for_are_planned(asks: str) -> None:
 
 
 def test_samples_are_made_as_the_card_has_room_for_them() -> None:
-    """SDXL's VAE has no room beside the model on 5.9 GiB, and Mochi's takes some 25 GiB by itself, whole."""
+    """SDXL's VAE has no room next to the model on 5.9 GiB, and Mochi's needs about 25 GiB alone, without tiling."""
     small = answer("suggest", "sdxl", "--gpu", "6GiB", "--validate-every", "500")["plan"]
     assert small["verdict"] == "fits" and small["strategy"]["validation_mode"] == "offload"
     tiled = answer("suggest", "mochi-1", "--gpu", "16GB", "--validate-every", "500")["plan"]
@@ -232,7 +233,7 @@ def write_video(path: Path, frames: int, height: int, width: int) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Five clips of 49 frames, three tall ones of 33, and thirty pictures."""
+    """Five clips of 49 frames, three portrait ones of 33, and thirty pictures."""
     folder = tmp_path_factory.mktemp("data")
     for number in range(5):
         write_video(folder / f"long{number}.mp4", 52, 240, 416)
@@ -294,7 +295,7 @@ def test_a_resolution_and_a_length_are_limits(data: str) -> None:
 @pytest.mark.parametrize("verb", ["suggest", "estimate"])
 @pytest.mark.parametrize("length", [(), ("--steps", "100")], ids=["shapes alone", "a whole job"])
 def test_clips_that_cannot_be_used_are_refused_or_skipped(tmp_path: Path, verb: str, length: tuple[str, ...]) -> None:
-    """With or without a length, as training does; the fix that is named is an option of the command."""
+    """With or without a length, as in training; the fix names an option of the command."""
     for number in range(3):
         write_video(tmp_path / f"{number}.mp4", 33, 240, 416)
     write_video(tmp_path / "silent.mp4", 81, 416, 240)

@@ -1,6 +1,7 @@
-"""Five runs that people asked about, as plans for the trainer they used: what fits, where it does not, what helps.
+"""Five runs that people asked about, as plans for the trainers they used: what fits, where memory runs out, and what
+helps.
 
-Bands are GiB, worked by hand from parameter counts and from counting the live tensors of one block.
+Ranges are in GiB, computed by hand from parameter counts and the live tensors of one block.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ GIB = 2**30
 
 
 class Case:
-    """A plan file, and what `vplan estimate` says of it with some flags."""
+    """A plan file, and what `vplan estimate` says about it with given flags."""
 
     def __init__(self, path: Path, trainer: str, **fields: Any) -> None:
         self.path = path / "plan.toml"
@@ -141,9 +142,9 @@ def easyanimate(tmp_path: Path) -> Case:
 def test_easyanimate_7b_fills_the_card_in_the_optimizer_step_under_ddp_and_runs_out_behind_it(
     easyanimate: Case,
 ) -> None:
-    """The first step takes 76.2 GiB allocated, 77.4 to 80 with context, NCCL and fragmentation, of 79.1. The next
-    prompt is encoded by 15.4 GiB of Qwen2-VL beside weights, buckets, states and the gradients that the loop holds in
-    a list: 12.7 each, of states twice."""
+    """The first step allocates 76.2 GiB, or 77.4 to 80 with context, NCCL and fragmentation, of 79.1. Then the next
+    prompt is encoded by 15.4 GiB of Qwen2-VL next to weights, buckets, states and the gradients that the loop keeps in
+    a list: 12.7 GiB each, and twice that for the states."""
     found = easyanimate.ask()
     assert found.verdict == "no" and 77.4 <= found.device("first_step") <= 80
     assert easyanimate.ask("--text-encoder", "resident").verdict == "no"
@@ -155,7 +156,7 @@ def test_easyanimate_7b_fills_the_card_in_the_optimizer_step_under_ddp_and_runs_
 
 
 def test_easyanimate_7b_fits_with_8_bit_adam(easyanimate: Case) -> None:
-    """One flag. (The text encoder's own work is not recorded, so the verdict is at most tight.)"""
+    """With one flag. (The text encoder's own work is not recorded, so the verdict is at most tight.)"""
     found = easyanimate.ask("--optimizer", "adamw-8bit")
     assert found.high <= found.budget and found.verdict != "no"
     assert 66 <= found.device("train") <= 71
@@ -186,7 +187,7 @@ def test_a_search_prices_and_keeps_the_plan_s_trainer(easyanimate: Case) -> None
 
 @pytest.fixture
 def latentsync(tmp_path: Path) -> Case:
-    """fp32 under fp16 autocast, wrapped in DDP on its one GPU, validating with what it trains."""
+    """fp32 with fp16 autocast, wrapped in DDP on its single GPU, validating with the trained modules."""
     return Case(
         tmp_path,
         "latentsync",
@@ -207,7 +208,7 @@ def latentsync(tmp_path: Path) -> Case:
 
 
 def test_latentsync_trains_on_24_gb_and_validation_takes_all_of_it(latentsync: Case) -> None:
-    """It was reported to run out there, with 20.5 GiB allocated and 1 GiB asked for."""
+    """Its out-of-memory error was reported with 20.5 GiB allocated and 1 GiB requested."""
     found, larger = latentsync.ask(), latentsync.ask("--gpu", "32GB")
     assert found.verdict == "tight"
     assert 20 <= found.device("train") <= 23 < found.device("decode") <= found.budget
@@ -218,7 +219,7 @@ def test_latentsync_trains_on_24_gb_and_validation_takes_all_of_it(latentsync: C
 
 
 def test_what_lets_latentsync_validate(latentsync: Case) -> None:
-    """From the cheapest on: VAE slicing, no validation, no DDP on one GPU, 8-bit Adam."""
+    """From the cheapest change on: VAE slicing, no validation, no DDP on one GPU, 8-bit Adam."""
     found = latentsync.ask()
     sliced, skipped = latentsync.ask("--vae-slicing"), latentsync.ask("--validation-mode", "off")
     alone, eight = latentsync.ask("--sharding", "none"), latentsync.ask("--optimizer", "adamw-8bit")
@@ -291,7 +292,7 @@ def test_flux_full_fits_24_gb_with_adafactor_inside_backward_and_block_swap(flux
 
 @pytest.fixture(scope="module")
 def sampled() -> dict[str, dict[str, Any]]:
-    """81 frames of 480x832 with an fp32 VAE, by way of offload."""
+    """81 frames of 480x832 with an fp32 VAE, by the kind of offload."""
     ways = {way: ("--group-offload", way) for way in ("block", "leaf")}
     ways |= {f"{way}, stream": (*flags, "--group-offload-stream") for way, flags in ways.items()}
     asked = (
@@ -301,7 +302,7 @@ def sampled() -> dict[str, dict[str, Any]]:
 
 
 def test_group_offload_keeps_a_part_of_the_model_on_the_gpu(sampled: dict[str, dict[str, Any]]) -> None:
-    """A block and the rest 1.2 GiB, with the next one 2.0; by leaf 135 and 300 MiB: what differs is weights alone."""
+    """A block and the rest take 1.2 GiB, with the next block 2.0; by leaf 135 and 300 MiB. Only the weights differ."""
     denoise = {way: found["phases"]["denoise"]["allocated_bytes"] / GIB for way, found in sampled.items()}
     assert denoise["block, stream"] - denoise["block"] == pytest.approx(0.75, abs=0.03)
     assert denoise["block"] - denoise["leaf"] == pytest.approx(1.1, abs=0.1)

@@ -1,4 +1,4 @@
-"""One small file per model family: what a batch holds, what the model is called with, and the published loss."""
+"""One small module per model family: its batches, the model's inputs, and the published loss."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from planner.errors import VplanError
 from trainers.families.common.base import Family
 
 ROOMS = ("", "image", "video")
-"""Folders that hold families: this one, and those in it."""
+"""Folders with families: this one ("") and its subfolders."""
 
 
 def _places() -> dict[str, str]:
-    """Name of each file that trains models -> its module."""
+    """Name of each family's file -> its module."""
     found: dict[str, str] = {}
     for room in ROOMS:
         paths = [f"{path}/{room}" if room else path for path in __path__]
@@ -24,18 +24,18 @@ def _places() -> dict[str, str]:
 
 
 def files() -> tuple[str, ...]:
-    """The files that train models, by name, in alphabetical order."""
+    """The names of the families' files, in alphabetical order."""
     return tuple(sorted(_places()))
 
 
 def file_of(profile: ModelProfile) -> str:
-    """The file that trains a model: the one its profile names, else the one named like its family."""
+    """The name of the file that trains a model: the one in its profile, else the one named like its family."""
     return profile.traits.trained_by or profile.family.replace("-", "_").replace(".", "_")
 
 
 def family(profile: ModelProfile) -> Family:
-    """The family that trains a model: the `FAMILY` of its file, made for its profile. Raises a VplanError when there is
-    no such file."""
+    """The family of a model: the class `FAMILY` of its file, instantiated for its profile. Raises a VplanError if there
+    is no such file."""
     name, places = file_of(profile), _places()
     if name not in places:
         known = ", ".join(sorted(places))

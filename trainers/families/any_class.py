@@ -1,7 +1,7 @@
-"""Any transformer or UNet of diffusers, called as its profile describes the arguments of its `forward`.
+"""Any transformer or UNet of diffusers, called with the arguments that its profile describes.
 
-`vplan record` finds that description (`trainers.recording.any_class`) or is told it; here it becomes tensors. The loss
-is the plain one: the squared error of the velocity, or of the noise where the pipeline's scheduler is one of DDPM's.
+`vplan record` finds that description (`trainers.recording.any_class`) or gets it from the user; this family makes
+tensors of it. The loss is the squared error of the velocity, or of the noise if the pipeline's scheduler is a DDPM one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainers.families.common.model_classes import class_of
 
 
 class AnyClass(Family):
-    """A model without a file of its own. Its batch holds a tensor for each that the description names."""
+    """A model without a family of its own. Its batch has a tensor for each tensor in the description."""
 
     copies_masks = adds_masks_up = True
 
@@ -51,7 +51,7 @@ class AnyClass(Family):
 
     @functools.cached_property
     def _leaves(self) -> dict[str, Argument]:
-        """Every argument by its dotted name; those of a list with an entry per sample have samples in front."""
+        """Every argument by its dotted name; lists with an entry per sample are one tensor with a batch dimension."""
         return dict(self.called.arguments())
 
     @functools.cached_property
@@ -64,9 +64,10 @@ class AnyClass(Family):
         return super().for_job(job)
 
     def prepare(self, model: nn.Module) -> None:
-        """Moves what a module without weights makes to where the model's own inputs are, once a step: a few classes
-        make their tables of positions on the host (EasyAnimate), and each block would copy them, and keep its copies
-        for backward. What such a module is given may lie on the host itself (Helios' frames)."""
+        """Adds hooks that move the outputs of modules without weights to the device of the model's inputs, once a step.
+        A few classes make their tables of positions on the host (EasyAnimate), and every block would copy them and keep
+        its copies for backward. The module's own inputs do not tell the device: they may be on the host too (Helios'
+        frames)."""
         blocks = tuple(f"{stack.list}." for stack in self.profile.stacks)
         device = _DeviceOfInputs()
         model.register_forward_pre_hook(device.note, with_kwargs=True)
@@ -123,7 +124,7 @@ class AnyClass(Family):
         return self._scheduler.add_noise(latents, noise, steps), steps, noise
 
     def _expanded(self, levels: Tensor, argument: Argument) -> Tensor:
-        """Noise levels (B,) as an argument takes them: one per sample, or the same for several of its places."""
+        """Noise levels (B,) in the shape of an argument: one per sample, or repeated over its other dimensions."""
         if not argument.has_samples:
             if not argument.dims:
                 return levels[0]
@@ -158,8 +159,8 @@ class AnyClass(Family):
         return values[name]
 
     def prediction(self, outputs: Any) -> Any:
-        """The model's first output; stacked where it is a list of samples, and its first half where the model predicts
-        a variance behind the noise. Some classes return no tuple."""
+        """The model's first output: stacked if it is a list of samples, and only its first half if the model also
+        predicts a variance. Some classes do not return a tuple."""
         first = outputs if isinstance(outputs, Tensor) else outputs[0]
         if isinstance(first, list | tuple):
             first = torch.stack(list(first))
@@ -168,11 +169,12 @@ class AnyClass(Family):
         return first
 
     def without_gradient(self, name: str, blocks: int) -> bool:
-        """Whether a dry run of the model left a parameter without a gradient, in this block or one like it."""
+        """Whether a parameter, or that of an identical block, got no gradient in a dry run."""
         return self.called.is_idle(name, self._depths(blocks))
 
     def _depths(self, blocks: int) -> dict[str, int]:
-        """Blocks of each list in a model that has so many in all: the published depth, or the few that are recorded."""
+        """The number of blocks of each list in a model with ``blocks`` blocks in total: the published depth or the
+        recorded one."""
         profile = self.profile
         whole = blocks == profile.blocks
         return {
@@ -185,27 +187,27 @@ class AnyClass(Family):
         return min(few + self.profile.traits.last_block_apart, self.profile.depth(stack))
 
     def tokens_of(self, latents: Tensor) -> int:
-        """Cells of one sample, however they lie in its tensor."""
+        """The cells of one sample, in any layout."""
         return latents[0].numel() // self._leaves[self.called.main].numbers
 
 
 class _DeviceOfInputs:
-    """Where the first tensor lies that a model is called with."""
+    """The device of the first tensor that a model is called with."""
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
 
     def note(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """A hook before the model's forward."""
+        """A pre-forward hook of the model that records the device."""
         self._device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
 
     def moved(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """A hook behind a module's: what it returns, there."""
+        """A forward hook of a module that moves its output to that device."""
         return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), output)
 
 
 def _filled(size: tuple[int, ...], kind: str, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    """A tensor of one kind of `planner.catalog.forward_inputs.KINDS`."""
+    """A tensor of a kind in `planner.catalog.forward_inputs.KINDS`."""
     if kind in ("ones", "zeros"):
         return (torch.ones if kind == "ones" else torch.zeros)(size, device=device, dtype=torch.long)
     if kind in ("bool", "false", "long"):

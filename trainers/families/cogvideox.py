@@ -24,7 +24,7 @@ class CogVideoX(Family):
         super().__init__(profile)
         tokens = self.config["max_text_seq_length"]
         self.fixed = {"T": tokens}
-        """The table of positions holds as many text tokens as every prompt is padded to."""
+        """Every prompt is padded to the number of text tokens in the table of positions."""
         self.sums = {"S": (tokens, ("FHW",))}
         patch = self.config["patch_size"]
         self.rows, self.columns = self.config["sample_height"] // patch, self.config["sample_width"] // patch
@@ -35,7 +35,7 @@ class CogVideoX(Family):
         self.scheduler = CogVideoXDPMScheduler(**profile.training.scheduler)
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Random tensors as in a real batch. The published trainer keeps latents as (B, F, C, h, w); the image's
+        """Random tensors as in a real batch. Latents are (B, F, C, h, w) as in the published trainer; the image's
         latents are followed by zeros for all other frames."""
         latents = self.video_latents(grid, device, dtype).permute(0, 2, 1, 3, 4).contiguous()
         prompt = torch.randn(grid["B"], grid["T"], self.config["text_embed_dim"], device=device, dtype=dtype)
@@ -77,10 +77,11 @@ class CogVideoX(Family):
         )
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-        """Latents drawn from the posterior and scaled, frames first; the first frame's with a little noise in it.
+        """Latents sampled from the posterior and scaled, with frames first; for image-to-video also the latents of the
+        first frame with a little noise (diffusers examples/cogvideo train_cogvideox_image_to_video_lora.py).
 
-        diffusers examples/cogvideo train_cogvideox_image_to_video_lora.py. What does not fill a temporal patch of 1.5
-        begins with its first latent frame again, and so does its image (diffusers CogVideoXImageToVideoPipeline).
+        For 1.5, if latent frames do not fill the last temporal patch, the first latent frame is repeated in front, for
+        the clip and the image (diffusers CogVideoXImageToVideoPipeline).
         """
         clip = pixels(encoder, frames)
         scale = encoder.model.config.scaling_factor
@@ -97,8 +98,8 @@ class CogVideoX(Family):
         return {name: tensor[0].transpose(0, 1) for name, tensor in padded.items()}
 
     def rotary_table(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """RoPE cosines and sines, each (F*H*W, head size) in fp32, as CogVideoXPipeline makes them: a clip of another
-        shape lies within the grid that the model was trained at; 1.5 cuts them out of a table of its longest side."""
+        """RoPE cosines and sines, each (F*H*W, head size) in fp32, as in CogVideoXPipeline: the grid of a clip is
+        scaled into the grid that the model was trained at; for 1.5 it is a slice of a table for the longest side."""
         patch, patch_t = self.config["patch_size"], self.config.get("patch_size_t")
         frames, height, width = latents.shape[1], latents.shape[3] // patch, latents.shape[4] // patch
         kind: dict[str, Any] = {"crops_coords": None, "grid_type": "slice", "max_size": (self.rows, self.columns)}
@@ -114,8 +115,8 @@ class CogVideoX(Family):
         return table
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """The v-prediction turned into a clean-sample error weighted by 1 / (1 - alpha_bar), which is the error of v
-        itself; beside that each sample's weight."""
+        """The error of the clean sample computed from the v-prediction, weighted by 1 / (1 - alpha_bar), which equals
+        the error of v; times each sample's loss weight."""
         timesteps = inputs["timestep"]
         noisy = inputs["hidden_states"][:, :, : target.shape[2]]
         predicted = self.scheduler.get_velocity(prediction, noisy, timesteps)
@@ -127,8 +128,7 @@ class CogVideoX(Family):
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """{"prompt": T5's states of the caption}: (tokens, width), padded, without a mask, as diffusers' pipeline makes
-    them."""
+    """{"prompt": T5's states of the caption}: (tokens, width), padded, without a mask, as in diffusers' pipeline."""
     return {"prompt": prompt_of("CogVideoXPipeline", encoder, captions)[0]}
 
 

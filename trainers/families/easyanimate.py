@@ -13,7 +13,7 @@ from trainers.families.common.sampling import FamilyPipeline
 
 
 class EasyAnimate(Family):
-    """EasyAnimate 5.1: text and video tokens in one sequence; weights of their own, then (7B) shared ones."""
+    """EasyAnimate 5.1: text and video tokens in one sequence, with separate weights, then (7B) with shared ones."""
 
     fixed: dict[str, int] = {}
     encoding = 2
@@ -22,9 +22,9 @@ class EasyAnimate(Family):
     idle = ("attn1.to_add_out.", "txt_ff.")
 
     def prepare(self, model: nn.Module) -> None:
-        """Moves the table of rotations to the GPU once a step.
+        """Adds a hook that moves the table of rotations to the GPU once a step.
 
-        diffusers makes it on the host, and every block would copy it there, twice, and keep its copies for backward.
+        diffusers makes it on the host, and every block would copy it to the GPU twice and keep the copies for backward.
         """
         rope = model.get_submodule("rope_embedding")
         rope.register_forward_hook(lambda _, args, tables: tuple(table.to(args[0].device) for table in tables))
@@ -57,8 +57,8 @@ class EasyAnimate(Family):
         return (EncoderTurn("text_encoder", "Qwen2VLForConditionalGeneration", encode_prompt, "tokenizer"),)
 
     def sampler(self) -> FamilyPipeline | None:
-        """The text-to-video or inpainting pipeline, which requires prompt masks and does not use them; None for the
-        control models, because no control video is at hand."""
+        """The text-to-video or inpainting pipeline, which requires prompt masks but does not use them; None for the
+        control models, because there is no control video."""
         extra = self.config["in_channels"] - self.profile.vae.latent_channels
         if extra not in (0, self.profile.vae.latent_channels + 1):
             return None
@@ -67,22 +67,22 @@ class EasyAnimate(Family):
             pipeline="EasyAnimateInpaintPipeline" if extra else "EasyAnimatePipeline",
             prompt={"prompt": "prompt_embeds"},
             call=mask,
-            vae={"cache_mag_vae": True},  # the mask of the first latent frame is that of the first frame
+            vae={"cache_mag_vae": True},  # then the first latent frame's mask is that of the first frame
             image=bool(extra),
         )
 
     def sampled_image(self, image: Any, height: int, width: int, frames: int) -> dict[str, Any]:
-        """The pipeline's arguments for a sample that begins with an image: a clip of it, and the mask of the other
-        frames."""
+        """The pipeline's arguments for a sample that begins with an image: a clip that begins with it, and a mask of
+        the other frames."""
         from diffusers.pipelines.easyanimate.pipeline_easyanimate_inpaint import get_image_to_video_latent
 
         clip, mask = get_image_to_video_latent(image, None, frames, (height, width))
         return {"video": clip, "mask_video": mask}
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-        """Drawn from the posterior and scaled. InP: the first frame with a little noise in it, the rest black, behind a
-        mask that is scaled as latents are and 0 where nothing is given (EasyAnimateInpaintPipeline; its own trainer
-        also draws other masks).
+        """Latents sampled from the posterior and scaled. For InP also `inpaint`: a mask that is scaled like latents and
+        0 where no frame is given, then the latents of the first frame with a little noise and the rest black
+        (EasyAnimateInpaintPipeline; its own trainer also draws other masks).
         """
         clip, scale = pixels(encoder, frames), encoder.model.config.scaling_factor
         tensors = {"latents": sampled(encoder, clip) * scale}
@@ -99,7 +99,7 @@ class EasyAnimate(Family):
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """The caption as a message to Qwen2-VL, padded, the last layer but one."""
+    """{"prompt": Qwen2-VL's penultimate states of the caption as a chat message}, padded."""
     return {"prompt": prompt_of("EasyAnimatePipeline", encoder, captions)[0]}
 
 

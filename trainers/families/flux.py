@@ -28,13 +28,13 @@ class Flux(Family):
         self.sums = {"S": (0, ("FHW", "T", *extra))} | ({"I": (0, ("FHW", "E"))} if extra else {})
 
     def prepare(self, model: nn.Module) -> None:
-        """Leaves the guidance embedder out of a model that trains, where its author says so (Flex.1; ai-toolkit
-        toolkit/models/flux.py ``bypass_flux_guidance``). Samples have it."""
+        """Disables the guidance embedder in training, but not in sampling, if the profile says so (Flex.1; ai-toolkit
+        toolkit/models/flux.py ``bypass_flux_guidance``)."""
         if self.profile.inputs.get("guidance_bypassed"):
             model.get_submodule(GUIDANCE).register_forward_hook(_nothing_in_training)
 
     def without_gradient(self, name: str, blocks: int) -> bool:
-        """Whether a parameter never gets a gradient: those of a guidance embedder that is left out."""
+        """Whether a parameter never gets a gradient; also those of a disabled guidance embedder do not."""
         bypassed = bool(self.profile.inputs.get("guidance_bypassed")) and name.startswith(f"{GUIDANCE}.")
         return bypassed or super().without_gradient(name, blocks)
 
@@ -72,7 +72,7 @@ class Flux(Family):
         return inputs, target
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """The family's loss over the noisy tokens; what the model returns for the reference is dropped."""
+        """The loss over the noisy tokens; the output for the reference is dropped."""
         return super().loss(prediction[:, : target.shape[1]] if self.extra_tokens else prediction, target, inputs)
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
@@ -83,14 +83,14 @@ class Flux(Family):
         return pooled, EncoderTurn("text_encoder_2", "T5EncoderModel", encode_prompt, "tokenizer_2", at_once=CAPTIONS)
 
     def sampler(self) -> FamilyPipeline:
-        """Guidance is an input of the model, and needs no empty caption."""
+        """Guidance is an input of the model and needs no empty caption."""
         names = {"prompt": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
         name = "FluxKontextPipeline" if self.extra_tokens else "FluxPipeline"
         return FamilyPipeline(pipeline=name, prompt=names, negative=False, image=self.extra_tokens)
 
     def sampled_image(self, image: Any, height: int, width: int, frames: int) -> dict[str, Any]:
-        """The pipeline's arguments for the image to edit, at its own size: not resized to one of those that Kontext
-        prefers."""
+        """The pipeline's arguments for the image to edit, at the sample's size, without resizing it to one of Kontext's
+        preferred sizes."""
         return {"image": image, "max_area": height * width, "_auto_resize": False}
 
 
@@ -102,8 +102,9 @@ def _nothing_in_training(embedder: nn.Module, _: Any, embedded: Tensor) -> Tenso
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """Drawn from the posterior, shifted, scaled and packed, with the row and column of every token. The reference is
-    the mode, its tokens 1 in the places' first column (FluxKontextPipeline.prepare_latents)."""
+    """Latents sampled from the posterior, shifted, scaled and packed, and the row and column of every token. The
+    reference uses the mode of the posterior, and has 1 in the first column of its positions
+    (FluxKontextPipeline.prepare_latents)."""
     tensors = _tokens(encoder, frames, sampled, 0)
     if encoder.reference is None:
         return tensors

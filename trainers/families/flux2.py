@@ -14,7 +14,7 @@ from trainers.families.common.sampling import FamilyPipeline
 
 
 class Flux2(Family):
-    """Few double-stream, then many single-stream blocks; the tokens of reference images follow the noisy ones."""
+    """A few double-stream, then many single-stream blocks; the tokens of reference images follow the noisy ones."""
 
     sums = {"I": (0, ("FHW", "E")), "S": (0, ("FHW", "T", "E"))}
     extra_tokens = True
@@ -46,19 +46,19 @@ class Flux2(Family):
         return inputs, target
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """The family's loss over the noisy tokens; what the model returns for the references is dropped."""
+        """The loss over the noisy tokens; the output for the references is dropped."""
         return super().loss(prediction[:, : target.shape[1]], target, inputs)
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
         return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
     def text_turns(self) -> tuple[EncoderTurn, ...]:
-        """Mistral (dev) takes a processor of text and images, which without images is its tokenizer."""
+        """Mistral (dev) takes a processor for text and images; without images its tokenizer is enough."""
         kind = self.profile.text_encoders[0].class_name
         return (EncoderTurn("text_encoder", kind, ENCODE[kind], "tokenizer"),)
 
     def sampler(self) -> FamilyPipeline:
-        """dev takes its guidance as an input, klein is guided by the empty caption."""
+        """dev takes the guidance scale as an input, klein uses classifier-free guidance."""
         embedded = bool(self.config["guidance_embeds"])
         name = "Flux2Pipeline" if embedded else "Flux2KleinPipeline"
         return FamilyPipeline(
@@ -67,8 +67,8 @@ class Flux2(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """The mode of the posterior, packed and normalised by the VAE's batch norm, with the place of every token; the
-    reference's lie 10 behind (Flux2Pipeline._prepare_image_ids)."""
+    """The mode of the posterior, packed and normalised by the VAE's batch norm, with the position of every token; the
+    reference's time is 10 (Flux2Pipeline._prepare_image_ids)."""
     tokens, places = _tokens(encoder, frames, 0)
     if encoder.reference is None:
         reference, reference_places = tokens.new_zeros(0, tokens.shape[1]), places[:0]
@@ -86,13 +86,13 @@ def _tokens(encoder: Encoder, frames: Tensor, time: int) -> tuple[Tensor, Tensor
 
 
 def encode_by_qwen(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """Qwen3's states of the caption as a message, padded, three layers joined along the width, with the position of
-    every token."""
+    """Qwen3's states of the caption as a chat message, padded, with three layers concatenated along the width, and the
+    position of every token."""
     return _encoded("Flux2KleinPipeline", encoder, captions)
 
 
 def encode_by_mistral(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """Mistral's states of the caption as a message, behind the pipeline's own system message, with their positions."""
+    """Mistral's states of the caption as a chat message after the pipeline's system message, and their positions."""
     return _encoded("Flux2Pipeline", encoder, captions)
 
 

@@ -1,7 +1,5 @@
-"""HunyuanVideo.
-
-Flow matching with an embedded guidance scale (arXiv 2412.03603; diffusers HunyuanVideoTransformer3DModel).
-"""
+"""HunyuanVideo: flow matching with an embedded guidance scale (arXiv 2412.03603; diffusers
+HunyuanVideoTransformer3DModel)."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from trainers.families.common.sampling import FamilyPipeline
 
 
 class HunyuanVideo(Family):
-    """HunyuanVideo: double-stream, then single-stream blocks, text masked."""
+    """HunyuanVideo: double-stream, then single-stream blocks, with masked text."""
 
     sums = {"S": (0, ("FHW", "T"))}
     fixed: dict[str, int] = {}
@@ -51,13 +49,13 @@ class HunyuanVideo(Family):
         return pooled, EncoderTurn("text_encoder", "LlamaModel", encode_prompt, "tokenizer")
 
     def sampler(self) -> FamilyPipeline:
-        """Guidance is an input of the model, and needs no empty caption."""
+        """Guidance is an input of the model and needs no empty caption."""
         names = {"prompt": "prompt_embeds", "prompt_mask": "prompt_attention_mask", "pooled": "pooled_prompt_embeds"}
         return FamilyPipeline(pipeline="HunyuanVideoPipeline", prompt=names, negative=False)
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """{"latents": (C, F, h, w)}, drawn from the VAE's posterior and scaled (finetrainers models/hunyuan_video)."""
+    """{"latents": (C, F, h, w)}, sampled from the VAE's posterior and scaled (finetrainers models/hunyuan_video)."""
     return {"latents": (sampled(encoder, pixels(encoder, frames)) * encoder.model.config.scaling_factor)[0]}
 
 
@@ -68,7 +66,8 @@ def encode_pooled(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """The caption in the pipeline's template, whose own tokens are cut off, two layers before Llama's last."""
+    """Llama's states two layers before the last for the caption in the pipeline's template, without the template's
+    tokens, and their mask."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
     pipe = encoder.pipeline("HunyuanVideoPipeline")

@@ -17,8 +17,8 @@ class HunyuanVideo15(Family):
     """HunyuanVideo 1.5: joint attention over video tokens, prompt, glyphs (ByT5) and image, under one full mask.
 
     diffusers sorts each sample's text tokens by their masks, valid ones first, so the sizes of the parts depend on the
-    prompt, but not their sum. Recorded is text-to-video: the prompt fills its 1000 tokens, and glyphs and image are
-    absent, that is, zeros outside their masks.
+    prompt, but their sum does not. Recordings are of text-to-video: the prompt fills its 1000 tokens, and glyphs and
+    image are absent (zeros that are masked out).
     """
 
     idle = ("attn.to_add_out.", "ff_context.")
@@ -78,8 +78,8 @@ class HunyuanVideo15(Family):
         )
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-        """`latents` (C, F, h, w), drawn from the VAE's posterior and scaled; `condition` and `image` are zeros, because
-        text-to-video gives no image (HunyuanVideo15Pipeline)."""
+        """`latents` (C, F, h, w), sampled from the VAE's posterior and scaled; `condition` and `image` are zeros,
+        because text-to-video has no image (HunyuanVideo15Pipeline)."""
         latents = sampled(encoder, pixels(encoder, frames))[0] * encoder.model.config.scaling_factor
         extra = self.config["in_channels"] - latents.shape[0]
         return {
@@ -89,7 +89,7 @@ class HunyuanVideo15(Family):
         }
 
     def encode_glyphs(self, encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-        """ByT5's states and mask of the quoted text in a caption, letter by letter; zeros when there is none."""
+        """ByT5's states and mask of the quoted text in a caption, one token per byte; zeros if there is none."""
         from diffusers import HunyuanVideo15Pipeline
 
         glyphs, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(
@@ -99,7 +99,8 @@ class HunyuanVideo15(Family):
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """The caption in the pipeline's template, whose own tokens are cut off, two layers before Qwen's last."""
+    """Qwen's states two layers before the last for the caption in the pipeline's template, without the template's
+    tokens, and their mask."""
     from diffusers import HunyuanVideo15Pipeline
 
     prompt, mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, packed, per_channel, pixels, sampled
+from trainers.families.common.encoding import Encoder, EncoderTurn, packed, pixels, sampled, standardised
 from trainers.families.common.sampling import FamilyPipeline
 
 
 class Krea2(Family):
-    """Single-stream blocks over text and image; the text is a stack of twelve layers' states, padded and masked."""
+    """Single-stream blocks over text and image; the text is the states of twelve layers, padded and masked."""
 
     sums = {"S": (0, ("FHW", "T"))}
     masks_all_tokens = True
@@ -52,19 +52,18 @@ class Krea2(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """Drawn from the posterior, every channel with mean 0 and deviation 1, packed; with the place of every token, the
-    text's first."""
+    """Latents sampled from the posterior, standardised and packed, and all tokens' positions, the text's first."""
     from diffusers import Krea2Pipeline
 
-    latents, config = sampled(encoder, pixels(encoder, frames)), encoder.model.config
-    latents = (latents - per_channel(config.latents_mean, latents)) / per_channel(config.latents_std, latents)
+    latents = standardised(sampled(encoder, pixels(encoder, frames)), encoder.model.config)
     cells = packed(latents[0, :, 0])
     places = Krea2Pipeline.prepare_position_ids(encoder.tokens, cells.shape[0], cells.shape[1], cells.device)
     return {"latents": cells.flatten(0, 1), "position_ids": places}
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """The caption in the pipeline's template, padded in its middle, twelve layers' states, with their mask."""
+    """The states of twelve layers for the caption in the pipeline's template, padded before the template's end, and
+    their mask."""
     pipe = encoder.pipeline("Krea2Pipeline")
     prompt, mask = pipe.encode_prompt(captions, encoder.device, max_sequence_length=encoder.tokens)
     return {"prompt": prompt, "prompt_mask": mask}

@@ -1,9 +1,9 @@
-"""LatentSync, stage 1: lips drawn to a sound (arXiv 2412.09262; bytedance/LatentSync a229c39 scripts/train_unet.py).
+"""LatentSync, stage 1: lip synchronisation (arXiv 2412.09262; bytedance/LatentSync a229c39 scripts/train_unet.py).
 
-A sample is a window of frames in the batch of a UNet. What each frame is given beside its noise: the mask, the face
-behind the mask, another window of the same clip as reference, and in a caption's place the sound around it. A clip's
-windows do not overlap, and which of the others is the reference is drawn anew in every step (LatentSync begins both at
-any frame: latentsync/data/unet_dataset.py, ``get_frames``).
+A sample is a window of frames in the batch dimension of a UNet. Besides noise, each frame gets the mask, the masked
+face, a frame of another window of the same clip as reference, and the surrounding sound in place of a caption. The
+windows of a clip do not overlap, and the reference window is drawn anew in every step (in LatentSync both windows begin
+at any frame: latentsync/data/unet_dataset.py, ``get_frames``).
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from trainers.families.common.encoding import Encoder, EncoderTurn, pixels, samp
 from trainers.families.unet import Unet
 
 SHARED = 1.0
-"""How strong the noise is that all frames of a window share, to each one's own (arXiv 2305.10474 section 4.1, "mixed";
-configs/unet/stage1.yaml, ``mixed_noise_alpha``)."""
+"""Strength of the noise that all frames of a window share, relative to each frame's own (arXiv 2305.10474 section 4.1,
+"mixed"; configs/unet/stage1.yaml, ``mixed_noise_alpha``)."""
 
 RATE, HOP, SEGMENT = 16_000, 160, 3000
-"""Whisper's: samples a second, samples a column of its spectrogram, columns it hears at once."""
+"""Whisper's samples per second, samples per column of its spectrogram, and columns per call."""
 PER_SECOND = 50
-"""Whisper's states: one for two columns."""
+"""Whisper's states per second: one for two columns."""
 BEFORE, BEHIND = 4, 6
-"""States around a frame (``audio_feat_length`` 2, 2 frames of 25 a second; latentsync/whisper/audio2feature.py)."""
+"""States before and after a frame's time (``audio_feat_length`` 2, 2 frames at 25 per second;
+latentsync/whisper/audio2feature.py)."""
 
 MASK = "mask"
-"""Folder of the image that says what is covered: black is."""
+"""Folder of the mask image, which is black where the face is covered."""
 
 
 class LatentSync(Unet):
@@ -43,7 +44,7 @@ class LatentSync(Unet):
     captioned = False
 
     def cached_tensors(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All frames of a window; the reference is left out, because it is another window's latents."""
+        """All frames of a window, without the reference, which is the latents of another window."""
         return {**batch, "condition": batch["condition"][:, : -self.profile.vae.latent_channels]}
 
     def with_window(self, sample: dict[str, Tensor], window: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -53,7 +54,8 @@ class LatentSync(Unet):
         return {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
 
     def drawn(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Noise of which frames share a part, and one timestep a window. A recorded step draws what is as large."""
+        """Noise that the frames of a window partly share, and one timestep for each window. A recorded step draws plain
+        noise of the same size."""
         if random_draws.SEEDS not in batch:
             return super().drawn(batch)
         latents, windows = batch["latents"], len(batch[random_draws.SEEDS])
@@ -73,11 +75,11 @@ class LatentSync(Unet):
         return ()
 
     def sampler(self) -> None:
-        """None: its pipeline is not diffusers', and it first looks for a face in a whole picture."""
+        """None: its pipeline is not in diffusers, and first detects a face in a whole frame."""
         return
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-        """Latents of the frames and of the same behind the mask, both drawn from the posterior
+        """Latents of the frames and of the masked frames, both sampled from the posterior
         (latentsync/utils/image_processor.py, ``preprocess_fixed_mask_image``)."""
         faces = pixels(encoder, frames)[0].transpose(0, 1)
         mask = mask_of(encoder.helper, *faces.shape[2:]).to(faces)
@@ -89,13 +91,14 @@ class LatentSync(Unet):
 
 
 def mask_of(image: Image.Image, height: int, width: int) -> Tensor:
-    """The mask at a size (H, W): 1 where the face is seen, 0 where it is to be drawn."""
+    """The mask at a size (H, W): 1 where the face is visible, 0 where it is to be generated."""
     resized = image.convert("L").resize((width, height), Image.Resampling.LANCZOS)
     return torch.from_numpy(numpy.array(resized)).float() / 255.0
 
 
 def encode_sound(encoder: Encoder, _: Tensor) -> dict[str, Tensor]:
-    """The states around each frame (F, 50, width): of ten half frames the input and the output of all layers."""
+    """{"prompt": Whisper's states around each frame, (F, 50, width)}: ten times, with the first layer's input and the
+    outputs of all layers for each."""
     states = _states(encoder)
     prompt = []
     for seconds in encoder.times:
@@ -106,9 +109,9 @@ def encode_sound(encoder: Encoder, _: Tensor) -> dict[str, Tensor]:
 
 
 def _states(encoder: Encoder) -> Tensor:
-    """All states of a clip's sound (T, layers + 1, width) on the CPU, half a minute after the other."""
+    """All states of a clip's sound (T, layers + 1, width) on the CPU, computed 30 seconds at a time."""
     name = str(encoder.source)
-    # A clip is cut into many windows, which come one after another: its sound is heard once.
+    # A clip is cut into many consecutive windows, so its sound is encoded only once.
     if name not in encoder.sound_features:
         assert isinstance(encoder.source, Path)
         features = _spectrogram(encoder.helper, clips.sound(encoder.source, RATE))
@@ -117,7 +120,7 @@ def _states(encoder: Encoder) -> Tensor:
 
 
 def _spectrogram(extractor: Any, sound: numpy.ndarray[Any, Any]) -> Tensor:
-    """Log-mel (bins, columns) of a whole clip, whose loudest column decides how far down it goes."""
+    """The log-mel spectrogram (bins, columns) of a whole clip; its maximum sets the lower cut-off for all of it."""
     if len(sound) < HOP * 2:
         raise clips.UnusableError("its sound is too short")
     outputs = extractor(sound, sampling_rate=RATE, padding=False, truncation=False, return_tensors="np")
@@ -125,7 +128,8 @@ def _spectrogram(extractor: Any, sound: numpy.ndarray[Any, Any]) -> Tensor:
 
 
 def _listen(encoder: Encoder, features: Tensor) -> Tensor:
-    """What enters the first layer and leaves each, of half a minute filled up with zeros: as many as there is sound."""
+    """The first layer's input and all layers' outputs for up to 30 seconds, (T, layers + 1, width), computed on
+    features padded with zeros and cut to the length of the sound."""
     padded = torch.nn.functional.pad(features, (0, SEGMENT - features.shape[1]))
     inner = encoder.model.get_submodule("encoder")
     states: list[Tensor] = []

@@ -19,7 +19,7 @@ class Ltx(Family):
 
     @property
     def seconds_and_pixels(self) -> tuple[float, int, int]:
-        """Seconds per latent frame, and pixels per row and column, at the rate at which clips are sampled (diffusers
+        """(seconds per latent frame, pixels per row, pixels per column) at the frame rate of the clips (diffusers
         LTXPipeline)."""
         vae = self.profile.vae
         return vae.temporal / self.profile.inputs["frame_rate"], vae.spatial, vae.spatial
@@ -66,16 +66,16 @@ class Ltx(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """{"latents": (C, F, h, w)}, drawn from the VAE's posterior and normalised per channel with the mean and deviation
-    in the VAE's weights (diffusers LTXImageToVideoPipeline._normalize_latents; finetrainers models/ltx_video)."""
+    """{"latents": (C, F, h, w)}, sampled from the VAE's posterior and standardised with the means and deviations in the
+    VAE's weights (diffusers LTXImageToVideoPipeline._normalize_latents; finetrainers models/ltx_video)."""
     latents, vae = sampled(encoder, pixels(encoder, frames)), encoder.model
     mean, deviation = per_channel(vae.latents_mean, latents), per_channel(vae.latents_std, latents)
     return {"latents": ((latents - mean) * vae.config.scaling_factor / deviation)[0]}
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """{"prompt": T5's states of the caption, "prompt_mask": the mask that cross-attention takes}, padded, as diffusers'
-    pipeline makes them."""
+    """{"prompt": T5's states of the caption, "prompt_mask": the mask for cross-attention}, padded, as in diffusers'
+    pipeline."""
     prompt, mask = prompt_of("LTXPipeline", encoder, captions)
     return {"prompt": prompt, "prompt_mask": mask}
 

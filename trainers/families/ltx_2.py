@@ -18,11 +18,11 @@ class Ltx2(Family):
     extra_tokens = True
 
     def without_gradient(self, name: str, blocks: int) -> bool:
-        """Whether a parameter never gets a gradient: 2.5's mark of frames that stand alone."""
+        """Whether a parameter never gets a gradient; also 2.5's embedding of keyframes does not."""
         return name == "keyframes_abs_pos_embedding" or super().without_gradient(name, blocks)
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Text embeddings are those that LTX-2's connectors make, one for each stream."""
+        """Random tensors as in a real batch. The prompts are the outputs of LTX-2's connectors, one for each stream."""
         text = (grid["B"], grid["T"])
         channels = self.config["audio_in_channels"]
         width, audio_width = self.text_widths()
@@ -35,15 +35,15 @@ class Ltx2(Family):
         }
 
     def text_widths(self) -> tuple[int, int]:
-        """Of a text token for the video and for the sound. LTX-2's transformer projects both itself; from 2.3 on the
-        connectors make them as wide as the streams."""
+        """The widths of a text token for (video, sound). LTX-2's transformer projects both itself; from 2.3 on the
+        connectors project them to the streams' widths."""
         if self.config["use_prompt_embeddings"]:
             return self.config["caption_channels"], self.config["caption_channels"]
         return self.config["cross_attention_dim"], self.config["audio_cross_attention_dim"]
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
-        """The target is a pair: of the video and of the sound, noised alike. From 2.3 on the noise level also modulates
-        the text, and each stream's view of the other by that other's level (pipeline_ltx2.py)."""
+        """The target is a pair, of video and sound, which have the same noise level. From 2.3 on the noise level also
+        modulates the text, and each stream's cross-attention to the other (pipeline_ltx2.py)."""
         frames, height, width = batch["latents"].shape[2:]
         packed = batch["latents"].flatten(2).transpose(1, 2).contiguous()
         noisy, sigmas, target = self.flow_matching(packed)

@@ -16,10 +16,10 @@ from trainers.families.common.sampling import FamilyPipeline
 
 
 class Mochi(Family):
-    """Mochi 1: joint attention over video tokens and those text tokens that its mask lets through, sample by sample.
+    """Mochi 1: joint attention over video tokens and unmasked text tokens, sample by sample.
 
-    diffusers gathers a sample's text tokens by its mask, so what a step takes depends on the prompt. Recorded are
-    prompts that fill all 256 tokens, the most a prompt can take.
+    diffusers gathers a sample's text tokens by its mask, so a step's memory depends on the prompt. Recordings have
+    prompts that fill all 256 tokens, which takes most memory.
     """
 
     fixed = {"T": 256}
@@ -55,16 +55,15 @@ class Mochi(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """{"latents": (C, F, h, w)}, drawn from the VAE's posterior, every channel with mean 0 and deviation 1 (what
-    MochiPipeline undoes to decode)."""
+    """{"latents": (C, F, h, w)}, sampled from the VAE's posterior and standardised (MochiPipeline does the reverse
+    before decoding)."""
     latents, config = sampled(encoder, pixels(encoder, frames)), encoder.model.config
     mean, deviation = per_channel(config.latents_mean, latents), per_channel(config.latents_std, latents)
     return {"latents": ((latents - mean) * config.scaling_factor / deviation)[0]}
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """{"prompt": T5's states of the caption, "prompt_mask": the mask of the tokens that attention takes}, padded, as
-    diffusers' pipeline makes them."""
+    """{"prompt": T5's states of the caption, "prompt_mask": the mask for attention}, padded, as in the pipeline."""
     prompt, mask = prompt_of("MochiPipeline", encoder, captions)
     return {"prompt": prompt, "prompt_mask": mask}
 

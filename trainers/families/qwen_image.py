@@ -1,7 +1,7 @@
 """Qwen-Image and Qwen-Image-Edit: flow matching on 2x2-packed latents (arXiv 2508.02324; QwenImageTransformer2DModel).
 
-diffusers examples/dreambooth/train_dreambooth_lora_qwen_image.py: prompts are as long as the longest of the batch, and
-a mask is passed only where they differ, so one sample has none.
+diffusers examples/dreambooth/train_dreambooth_lora_qwen_image.py: prompts are padded to the longest of the batch, and a
+mask is passed only with several samples.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, packed, per_channel, pixels, sampled
+from trainers.families.common.encoding import Encoder, EncoderTurn, packed, pixels, sampled, standardised
 from trainers.families.common.sampling import FamilyPipeline
 
 
@@ -23,6 +23,7 @@ class QwenImage(Family):
 
     masks_all_tokens = True
     ragged = frozenset({"prompt"})
+    idle: tuple[str, ...] = ("attn.to_add_out.", "txt_mlp.")
 
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
@@ -31,7 +32,7 @@ class QwenImage(Family):
         self.sums = {"S": (0, ("FHW", "T", *extra))} | ({"I": (0, ("FHW", "E"))} if extra else {})
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Packed latents keep their rows and columns, of which the model makes its table of positions."""
+        """Packed latents keep their rows and columns, from which the model computes its table of positions."""
         size, channels = grid["B"], self.config["in_channels"]
         tensors = {
             "latents": torch.randn(size, grid["H"], grid["W"], channels, device=device, dtype=dtype),
@@ -57,17 +58,12 @@ class QwenImage(Family):
             "img_shapes": [images] * size,
         }, target
 
-    def without_gradient(self, name: str, blocks: int) -> bool:
-        """Whether a weight never gets a gradient: those of the last block's text stream, whose output is not used."""
-        last = f"transformer_blocks.{blocks - 1}."
-        return name.startswith((f"{last}attn.to_add_out.", f"{last}txt_mlp."))
-
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """The family's loss over the noisy tokens; what the model returns for the reference is dropped."""
+        """The loss over the noisy tokens; the output for the reference is dropped."""
         return super().loss(prediction[:, : target.shape[1]] if self.extra_tokens else prediction, target, inputs)
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
-        """The VAE's turn over clips; none for the edit models, whose samples are pairs of images."""
+        """The VAE; empty for the edit models, whose samples are pairs of images."""
         return () if self.extra_tokens else (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
     def text_turns(self) -> tuple[EncoderTurn, ...]:
@@ -81,16 +77,14 @@ class QwenImage(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """{"latents": (h/2, w/2, 4C)}, drawn from the VAE's posterior, every channel with mean 0 and deviation 1, packed in
-    cells of 2x2."""
-    latents, config = sampled(encoder, pixels(encoder, frames)), encoder.model.config
-    latents = (latents - per_channel(config.latents_mean, latents)) / per_channel(config.latents_std, latents)
+    """{"latents": (h/2, w/2, 4C)}, sampled from the VAE's posterior, standardised and packed in cells of 2x2."""
+    latents = standardised(sampled(encoder, pixels(encoder, frames)), encoder.model.config)
     return {"latents": packed(latents[0, :, 0])}
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """The states of the caption in the pipeline's template, without the template's own tokens; as long as the caption,
-    without padding."""
+    """{"prompt": Qwen's states of the caption in the pipeline's template}, without the template's tokens and without
+    padding."""
     pipe = encoder.pipeline("QwenImagePipeline")
     prompt, _ = pipe.encode_prompt(captions, encoder.device, max_sequence_length=encoder.tokens)
     return {"prompt": prompt}

@@ -68,8 +68,8 @@ class Sd3(Family):
         return FamilyPipeline(pipeline="StableDiffusion3Pipeline", prompt=names)
 
     def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A sample's `prompt` and `pooled`: both CLIPs' states side by side, padded with zeros to T5's width, followed
-        by T5's tokens."""
+        """A sample's `prompt`: both CLIPs' states concatenated along their width and padded with zeros to T5's width,
+        followed by T5's tokens; and `pooled`: both CLIPs' vectors."""
         if "t5" not in parts:
             return parts
         clips = torch.cat([parts["prompt 1"], parts["prompt 2"]], dim=-1)
@@ -82,7 +82,7 @@ CLIP_TOKENS = 77
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """{"latents": (C, h, w)}, drawn from the VAE's posterior, shifted and scaled (diffusers examples/dreambooth
+    """{"latents": (C, h, w)}, sampled from the VAE's posterior, shifted and scaled (diffusers examples/dreambooth
     train_dreambooth_lora_sd3.py)."""
     latents, config = sampled(encoder, pixels(encoder, frames)[:, :, 0])[0], encoder.model.config
     return {"latents": (latents - config.shift_factor) * config.scaling_factor}
@@ -97,9 +97,9 @@ def encode_by_clip(encoder: Encoder, captions: list[str], which: str) -> dict[st
 
 
 def encode_by_t5(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """T5's tokens, padded, as many as the plan's text has behind CLIP's."""
+    """{"t5": T5's states of the caption}, padded."""
     pipe = encoder.pipeline("StableDiffusion3Pipeline", "_3")
-    # The plan's text tokens are those of both parts of the sequence: CLIP's 77, then T5's.
+    # The plan's number of text tokens includes CLIP's 77, which precede T5's.
     tokens = encoder.tokens - CLIP_TOKENS
     prompt = pipe._get_t5_prompt_embeds(
         captions, max_sequence_length=tokens, device=encoder.device, dtype=encoder.model.dtype

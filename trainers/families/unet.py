@@ -1,7 +1,8 @@
-"""Stable Diffusion 1.x and SDXL: noise, or v, predicted by a conv UNet (arXiv 2112.10752, 2307.01952; diffusers
-UNet2DConditionModel). What LatentSync's has beside that is in `trainers.families.latentsync`.
+"""Stable Diffusion 1.x and SDXL: noise or v-prediction by a convolutional UNet (arXiv 2112.10752, 2307.01952; diffusers
+UNet2DConditionModel). `trainers.families.latentsync` extends it.
 
-Their grids count latent pixels in eights (three halvings; SDXL has two: fours), so that every level divides exactly.
+A cell of the grid has 8 latent pixels per side (4 for SDXL), because the UNet halves them three times (twice), so every
+level divides exactly.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trainers.families.common.sampling import FamilyPipeline
 
 
 class Unet(Family):
-    """A UNet over images, or over the frames of a clip as images of their own (LatentSync without motion modules)."""
+    """A UNet over images, or over the frames of a clip as separate images (LatentSync without motion modules)."""
 
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
@@ -28,7 +29,7 @@ class Unet(Family):
         self.scheduler = DDPMScheduler(**profile.training.scheduler)
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Frames lie in the batch: (B * F, C, h, w), each with its own condition."""
+        """Frames are in the batch dimension: (B * F, C, h, w), each with its own condition."""
         size = grid["B"] * grid["F"]
         _, patch_h, patch_w = self.profile.shape.patch
         channels = self.profile.vae.latent_channels
@@ -61,7 +62,7 @@ class Unet(Family):
         return inputs, noise
 
     def drawn(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Noise as large as the latents, and the timestep of each of them (B,)."""
+        """(noise with the shape of the latents, a timestep for each of them)."""
         latents = batch["latents"]
         noise = random_draws.normal_like(latents)
         return noise, random_draws.integers(self.timesteps, latents.shape[0], latents.device)
@@ -73,7 +74,7 @@ class Unet(Family):
 
     @property
     def pooled(self) -> bool:
-        """Whether it is an SDXL UNet, which also takes a pooled text vector, and the sizes and crop of its image."""
+        """Whether it is an SDXL UNet, which also takes a pooled text vector and the image's sizes and crop."""
         return self.config.get("addition_embed_type") == "text_time"
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
@@ -105,8 +106,8 @@ class Unet(Family):
         )
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-        """Drawn from the posterior and scaled; SDXL's size of the image, corner of its crop and size trained at
-        (diffusers examples/text_to_image train_text_to_image_lora_sdxl.py)."""
+        """{"latents": sampled from the posterior and scaled}, and for SDXL `time_ids`: original size, corner of the
+        crop, and target size (diffusers examples/text_to_image train_text_to_image_lora_sdxl.py)."""
         latents = sampled(encoder, pixels(encoder, frames)[:, :, 0])[0]
         tensors = {"latents": latents * encoder.model.config.scaling_factor}
         if self.pooled:
@@ -117,7 +118,7 @@ class Unet(Family):
         return tensors
 
     def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """SDXL's sample with both encoders' states joined along their width; any other sample as it is."""
+        """An SDXL sample, with both encoders' states concatenated along their width; other samples unchanged."""
         if "first" not in parts:
             return parts
         return {"prompt": torch.cat([parts["first"], parts["second"]], dim=-1), "pooled": parts["pooled"]}

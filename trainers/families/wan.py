@@ -10,11 +10,11 @@ from torch import Tensor
 from planner.catalog.profiles import ModelProfile
 from planner.spec.job import Job
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import CAPTIONS, Encoder, EncoderTurn, likeliest, per_channel, pixels, prompt_of
+from trainers.families.common.encoding import CAPTIONS, Encoder, EncoderTurn, likeliest, pixels, prompt_of, standardised
 from trainers.families.common.sampling import FamilyPipeline
 
 PUBLISHED_POSITIONS = 1024
-"""Frames, rows or columns of latents that every published Wan's table of positions holds."""
+"""Size of the table of positions in every published Wan: frames, rows or columns of latents."""
 
 
 class Wan(Family):
@@ -26,8 +26,8 @@ class Wan(Family):
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
         self.first_frame_given = bool(profile.inputs.get("first_frame_given"))
-        """Wan 2.2 TI2V: the first latent frame is the image's own, at timestep 0, so each token has its timestep.
-        A clip of one frame is an image that is made from text: nothing of it is given."""
+        """Wan 2.2 TI2V: the first latent frame is the given image, at timestep 0, so every token has its own timestep.
+        A clip of one frame is an image generated from text, without a given frame."""
 
         self.samples_images = False
         if self.config["rope_max_seq_len"] < PUBLISHED_POSITIONS:
@@ -63,8 +63,7 @@ class Wan(Family):
             inputs["hidden_states"] = torch.cat([noisy, batch["condition"]], dim=1)
         if "first_frame" in batch:
             inputs["timestep"] = self.timestep_per_token(noisy, sigmas * 1000)
-            # The first latent frame is given and not predicted: it keeps no noise, has timestep 0, and is left out of
-            # the target.
+            # The given first latent frame has no noise and timestep 0, and is left out of the target.
             if noisy.shape[2] > 1:
                 noisy[:, :, :1] = batch["first_frame"]
                 target = target[:, :, 1:]
@@ -86,7 +85,7 @@ class Wan(Family):
         return (EncoderTurn("text_encoder", "UMT5EncoderModel", encode_prompt, "tokenizer", at_once=CAPTIONS),)
 
     def sampler(self) -> FamilyPipeline:
-        """From an image where training gives one. The scheduler is the published one (diffusers
+        """Samples begin with an image if training gives one. The scheduler is the published one (diffusers
         scripts/convert_wan_to_diffusers.py)."""
         from_image = self.image_to_video or (self.first_frame_given and not self.samples_images)
         return FamilyPipeline(
@@ -100,10 +99,10 @@ class Wan(Family):
         )
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-        """Latents by the mode of the posterior and the VAE's own mean and deviation per channel (Wan-Video/Wan2.1
-        wan/modules/vae.py); for image-to-video the condition that diffusers' WanImageToVideoPipeline prepares."""
+        """Latents from the mode of the posterior, standardised per channel (Wan-Video/Wan2.1 wan/modules/vae.py), and
+        for image-to-video the condition, as prepared by diffusers' WanImageToVideoPipeline."""
         clip = pixels(encoder, frames)
-        # The clip itself first: the condition below overwrites its frames.
+        # Encode the clip first: the condition below overwrites its frames.
         tensors = {"latents": self.normalised(encoder, clip)}
         if self.first_frame_given:
             tensors["first_frame"] = self.normalised(encoder, clip[:, :, :1])
@@ -116,12 +115,11 @@ class Wan(Family):
         return {name: tensor[0] for name, tensor in tensors.items()}
 
     def normalised(self, encoder: Encoder, clip: Tensor) -> Tensor:
-        """Latents of a clip (1, 3, F, H, W), every channel with mean 0 and deviation 1."""
-        latents, config = likeliest(encoder, clip), encoder.model.config
-        return (latents - per_channel(config.latents_mean, latents)) / per_channel(config.latents_std, latents)
+        """Latents of a clip (1, 3, F, H, W), standardised per channel."""
+        return standardised(likeliest(encoder, clip), encoder.model.config)
 
     def timestep_per_token(self, latents: Tensor, timesteps: Tensor) -> Tensor:
-        """Timesteps (B, F*H*W): 0 for the tokens of a first frame that is given (diffusers WanPipeline and
+        """Timesteps (B, F*H*W): 0 for the tokens of a given first frame (diffusers WanPipeline and
         WanImageToVideoPipeline, ``expand_timesteps``)."""
         _, patch_h, patch_w = self.profile.shape.patch
         batch, _, frames, height, width = latents.shape
@@ -132,15 +130,13 @@ class Wan(Family):
         return steps
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """The family's loss, without a frame that is given (DiffSynth-Studio diffsynth/diffusion/loss.py
-        FlowMatchSFTLoss)."""
+        """The loss without a given first frame (DiffSynth-Studio diffsynth/diffusion/loss.py FlowMatchSFTLoss)."""
         predicted = prediction[:, :, -target.shape[2] :] if self.first_frame_given else prediction
         return super().loss(predicted, target, inputs)
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """{"prompt": T5's states of the caption}, padded with zeros behind the caption's own tokens, as diffusers' pipeline
-    makes them."""
+    """{"prompt": T5's states of the caption}, padded with zeros, as in diffusers' pipeline."""
     return {"prompt": prompt_of("WanPipeline", encoder, captions)[0]}
 
 

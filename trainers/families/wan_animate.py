@@ -1,7 +1,7 @@
-"""Wan 2.2 Animate: a character image moved by a pose video and a video of a face (arXiv 2509.14055).
+"""Wan 2.2 Animate: a character image animated by a pose video and a face video (arXiv 2509.14055).
 
 diffusers WanAnimateTransformer3DModel: the image is a latent frame in front of the clip, the pose is added to the
-clip's tokens, and the face, in pixels, goes through a motion encoder to an adapter behind every fifth block.
+clip's tokens, and the face, in pixels, goes through a motion encoder to an adapter after every fifth block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class WanAnimate(Wan):
     """Wan image-to-video with a pose and a face. F counts the clip's latent frames; the model sees F + 1."""
 
     sums = {
-        "G": (1, ("F",)),  # latent frames with the image's
+        "G": (1, ("F",)),  # latent frames including the image's
         "P": (-3, ("F", "F", "F", "F")),  # frames of the face
         "P2": (-1, ("F", "F", "F", "F")),  # the same, padded for a convolution of three frames
         "Q": (-1, ("F", "F")),  # half of them
@@ -29,11 +29,11 @@ class WanAnimate(Wan):
     }
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
-        """None: a sample has a pose and a face, which a folder of clips does not."""
+        """None: a sample needs a pose and a face video, which a folder of clips does not have."""
         return ()
 
     def sampler(self) -> FamilyPipeline | None:  # type: ignore[override]  # Wan always has one
-        """None: the pose and face videos that steer it are not in a folder of clips."""
+        """None, because a folder of clips has no pose and face videos."""
         return None
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -47,8 +47,8 @@ class WanAnimate(Wan):
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        """As Wan's, with all frames of the face going through the motion encoder at once (diffusers' default is eight
-        at a time)."""
+        """As Wan's, with all frames of the face encoded at once by the motion encoder (diffusers' default is eight at a
+        time)."""
         inputs, target = super().inputs_and_target(batch)
         face = batch["face"]
         return {

@@ -1,9 +1,9 @@
-"""Z-Image: flow matching, each sample a tensor of its own (arXiv 2511.22699; diffusers ZImageTransformer2DModel,
+"""Z-Image: flow matching, with a separate tensor for each sample (arXiv 2511.22699; diffusers ZImageTransformer2DModel,
 examples/dreambooth/train_dreambooth_lora_z_image.py).
 
-The model pads image and text of every sample to multiples of 32 tokens, which tapes count in 32s. It also treats
-samples one by one before and behind its blocks, so how many operators there are depends on the batch: a tape of several
-samples holds for two.
+The model pads image and text of every sample to multiples of 32 tokens, which tapes count in units of 32. Before and
+after its blocks it processes samples one by one, so the number of operators depends on the batch: the tape for several
+samples is recorded at a batch of two.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ZImage(Family):
         }, target
 
     def loss(self, prediction: Any, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """The family's loss. The model returns a list with one tensor per sample, of the opposite sign, which is
-        stacked first."""
+        """The loss of the stacked prediction: the model returns a list with one tensor per sample, of the opposite
+        sign."""
         return super().loss(-torch.stack(prediction), target, inputs)
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
@@ -57,9 +57,9 @@ class ZImage(Family):
         return FamilyPipeline(pipeline="ZImagePipeline", prompt={"prompt": "prompt_embeds"}, listed=True, unguided=0.0)
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Prompts of unlike lengths become a nested tensor: the model takes them one by one, and pads them itself."""
+        """Prompts of different lengths become a nested tensor: the model takes them one by one and pads them itself."""
         prompts = [sample["prompt"] for sample in samples]
-        # Stacked where that is possible, as `batch` makes them.
+        # Prompts of equal length are stacked, as in `batch`.
         if len({prompt.shape for prompt in prompts}) == 1:
             return super().collate(samples)
         without_prompts = [{name: tensor for name, tensor in sample.items() if name != "prompt"} for sample in samples]
@@ -67,15 +67,13 @@ class ZImage(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """{"latents": (C, 1, h, w)}, the mode of the VAE's posterior, shifted and scaled as in the example that the module
-    names."""
+    """{"latents": (C, 1, h, w)}, the mode of the VAE's posterior, shifted and scaled as in diffusers' example."""
     latents, config = likeliest(encoder, pixels(encoder, frames)[:, :, 0])[0], encoder.model.config
     return {"latents": ((latents - config.shift_factor) * config.scaling_factor)[:, None]}
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """{"prompt": the penultimate states of Qwen3 for the caption as a message}; as long as the caption, without
-    padding."""
+    """{"prompt": Qwen3's penultimate states of the caption as a chat message}, without padding."""
     pipe = encoder.pipeline("ZImagePipeline")
     embeddings = pipe.encode_prompt(
         captions, encoder.device, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens

@@ -1,5 +1,5 @@
-"""The counters of one phase after another: torch's allocator, NVML, host RAM. They come from observers, as
-``planner.hardware.nvml`` describes them; torch's own is here."""
+"""Reads the memory counters of one phase after another: torch's allocator, NVML and host RAM. The observers of NVML and
+host RAM are in ``planner.hardware.nvml``; that of torch's allocator is here."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from planner.units import MIB
 
 
 class FactSink(Protocol):
-    """A place that facts are reported to; ``trainers.worker.ResultFile`` is one."""
+    """Receives reported facts; ``trainers.worker.ResultFile`` is one."""
 
     facts: dict[str, Any]
-    """all of them so far"""
+    """all facts reported so far"""
 
     def tell(self, **facts: Any) -> None:
         """Reports facts by name; later ones replace earlier ones of the same name."""
 
 
 class TorchMemory:
-    """What torch's allocator counted: its two peaks, and how often it emptied its cache (`retries`) or gave up."""
+    """The counters of torch's allocator: peaks of allocated and reserved bytes, how often it emptied its cache and
+    tried again (`retries`), and how often that failed (`ooms`)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -36,8 +37,8 @@ class TorchMemory:
         """Does nothing: the allocator keeps its peaks itself."""
 
     def take(self) -> dict[str, int | None]:
-        """Peak allocated and reserved bytes, retries and out-of-memory errors since the last call; the peaks start
-        over. All None without a GPU."""
+        """Peak allocated and reserved bytes, retries and out-of-memory errors since the last call; resets the peaks.
+        All None without a GPU."""
         if self.device.type != "cuda":
             return dict.fromkeys(("allocated_bytes", "reserved_bytes", "retries", "ooms"))
         values: dict[str, int | None] = {
@@ -49,7 +50,7 @@ class TorchMemory:
         return {**values, **{name: count - before[name] for name, count in self._before.items()}}
 
     def allocated_bytes(self) -> int | None:
-        """Bytes that torch's allocator has allocated now; None without a GPU."""
+        """Bytes currently allocated by torch's allocator; None without a GPU."""
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
 
     def _counts(self) -> dict[str, int]:
@@ -60,7 +61,7 @@ class TorchMemory:
 
 
 class Meter:
-    """Counts one phase after another on one device and tells each as it begins and ends."""
+    """Measures one phase after another on one device, and reports when each begins and ends."""
 
     def __init__(self, device: torch.device, watch: DeviceMemory | None, report: FactSink) -> None:
         self.device = device
@@ -68,7 +69,7 @@ class Meter:
         self.report = report
         self.torch = TorchMemory(device)
         self.marks: list[tuple[str, float]] = []
-        """(phase, microseconds since 1970 when it began)"""
+        """(phase, its start in microseconds since 1970)"""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -89,7 +90,7 @@ class Meter:
             self.report.tell(host_bytes=host_peak_bytes())
 
     def _keep_trace(self, name: str, seconds: float, allocated: tuple[int | None, ...]) -> None:
-        """How a phase went, where there is a GPU to watch."""
+        """Adds a phase's device memory over time to the report, if there is a GPU."""
         if self.watch is None:
             return
         trace = self.report.facts.setdefault("trace", {"schema": 1, "phases": {}})

@@ -1,7 +1,8 @@
-"""Encoding as a phase of a probe: every text encoder and the VAE in turn, alone, as caching takes them to one sample.
+"""Encoding as a phase of a probe: runs one sample through each text encoder and the VAE, one at a time, as caching
+does.
 
-Weights and samples are random: what encoding takes depends on neither. Text encoders are called as they are recorded
-(`trainers.recording.encoders`), the VAE as the model's family caches a clip, at the largest of the job's shapes.
+Weights and samples are random, because the memory and time of encoding depend on neither. Text encoders are called as
+in recordings (`trainers.recording.encoders`), the VAE as the model's family caches a clip, at the job's largest shape.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ COLOURS = 256
 
 
 def encode(profile: ModelProfile, job: Job, strategy: Strategy, meter: Meter) -> None:
-    """Runs one sample through all encoders whose results are cached, as the phase `encode`. Encoders that cannot run
-    yet are reported as ``missing``."""
+    """Runs one sample through all encoders whose outputs are cached, as the phase `encode`. If the family cannot encode
+    clips, that is reported as ``missing``."""
     with meter.phase("encode"):
         for encoder in profile.text_encoders:
             _read(encoder, strategy.text_encoder_dtype, meter.device)
@@ -40,10 +41,10 @@ def encode(profile: ModelProfile, job: Job, strategy: Strategy, meter: Meter) ->
 
 
 def _read(encoder: TextEncoder, dtype: str, device: torch.device) -> None:
-    """A prompt of full length through a text encoder."""
+    """Runs a prompt of full length through a text encoder."""
     half = step.DTYPES.get(dtype, torch.bfloat16)
     model = encoders.text_encoder(encoder)
-    if half is torch.float16:  # in which its class keeps some matrices in fp32
+    if half is torch.float16:  # for fp16, transformers keeps some matrices of its class in fp32
         model._keep_in_fp32_modules = type(model)._keep_in_fp32_modules  # type: ignore[attr-defined]  # transformers'
     step.cast_weights(model, half)
     by_layers = layer_offload.is_too_large(model, layer_offload.room_bytes(device))
@@ -58,7 +59,7 @@ def _read(encoder: TextEncoder, dtype: str, device: torch.device) -> None:
 
 
 def _see(profile: ModelProfile, job: Job, strategy: Strategy, device: torch.device) -> bool:
-    """The largest clip through the VAE; whether the family can."""
+    """Runs a clip of the largest shape through the VAE; returns whether the family can encode clips."""
     turns = family(profile).clip_turns()
     if not turns:
         return False
@@ -78,7 +79,7 @@ def _frozen(model: nn.Module) -> nn.Module:
 
 
 def _empty(device: torch.device) -> None:
-    """Gives an encoder's memory back before the next one comes, also what is held in cycles."""
+    """Frees an encoder's memory before the next one is loaded, including what reference cycles hold."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

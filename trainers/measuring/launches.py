@@ -1,4 +1,4 @@
-"""CPU time of one operator in a training step, with all the Python around it."""
+"""Measures the CPU time per operator of a training step, including the Python code around it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ STEPS = 4
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Seconds of one operator of forward and backward, without checkpointing."""
+    """Mean seconds per operator over forward and backward, without checkpointing."""
     passes = seconds_and_launches("none", device).values()
     return sum(seconds for seconds, _ in passes) / sum(count for _, count in passes)
 
 
 def seconds_and_launches(checkpointing: Literal["none", "full"], device: torch.device) -> dict[str, tuple[float, int]]:
-    """By pass: its fastest seconds of a few steps, and the operators that its tape counts.
+    """By pass: the least seconds of a few steps, and the number of operators on its tape.
 
-    The model has all its blocks and next to no width, so that a GPU has done each kernel before the next is launched.
+    The model has all its blocks but is very narrow, so that a GPU finishes each kernel before the next is launched.
     """
     known = lookup.model(MODEL)
     profile = known.replace(config={**known.config, **TOY})
@@ -61,7 +61,7 @@ def seconds_and_launches(checkpointing: Literal["none", "full"], device: torch.d
 
 
 def _now(device: torch.device) -> float:
-    """Seconds of the clock when a GPU has done all that was launched; on the CPU, of this process's own time."""
+    """The time in seconds once a GPU has finished all queued work; on the CPU, the CPU time of this process."""
     if device.type == "cpu":
         return time.process_time()
     torch.cuda.synchronize(device)

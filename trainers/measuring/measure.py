@@ -24,19 +24,19 @@ from trainers.step import step
 from trainers.step.attention_kernels import Kernels
 
 MAX_EVENTS = 5_000_000
-"""Of the allocator's history: a step of a 14B model has tens of thousands."""
+"""Limit on the allocator's history; a step of a 14B model has tens of thousands of events."""
 
 
 def measure(request: ProbeRequest, report: FactSink) -> None:
-    """Measures one rank of a plan and writes what it finds into the report, phase by phase.
+    """Measures one rank of a plan and reports the results, phase by phase.
 
-    Running out of memory is an ``outcome``; any other error is the caller's.
+    Running out of memory is reported as an ``outcome``; other errors are raised.
     """
     device = find_device(request.device)
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(DeviceMemory(_uuid(device))) if device.type == "cuda" else None
         if watch:
-            torch.cuda.set_device(device)  # which makes a context of any card but the first
+            torch.cuda.set_device(device)  # creates the context, unless it is the first card
         meter = Meter(device, watch, report)
         _tell_device(meter)
         if request.history:
@@ -53,26 +53,27 @@ def measure(request: ProbeRequest, report: FactSink) -> None:
                 raise
             _write_history(request, meter)
             if report.facts["phase"] == "step":
-                report.tell(phase="optimizer" if "optimizer_step" in callers(error) else "train")
+                report.tell(phase="optimizer" if step.optimizer_step.__name__ in callers(error) else "train")
             report.tell(outcome=outcome, **_shortage(error, device), **_sampled(watch))
             return
         _write_history(request, meter)
         report.tell(outcome="ok" if training is None or training.is_finite else "nan", **_sampled(watch))
         if training is None:
             return
-        with contextlib.suppress(RuntimeError):  # no memory for one more pass: the measurement is complete without it
+        with contextlib.suppress(RuntimeError):  # out of memory in an extra pass: the measurement is already complete
             report.tell(attention_kernel=attention_kernels(training))
             if request.profiles and device.type == "cuda":
                 report.tell(operators=operator_seconds(training))
 
 
 def _run(request: ProbeRequest, meter: Meter) -> ProbedTraining | None:
-    """Load, first step, warm-up, steady steps; then one step taken apart into its passes and the optimizer; what
-    training does between steps: a sample, a checkpoint. Or what is done before all that: encoding."""
+    """Runs the phases: load, first step, warm-up and steady steps, then one step with separate phases for its passes
+    and the optimizer, then a sample and a checkpoint. For a request of the part ``encode``, only encoding; then there
+    is no training to return."""
     if meter.device.type == "cuda":
         meter.report.tell(capped_bytes=limit(request, meter))
     if request.part == "encode":
-        from trainers.measuring.encoding_phase import encode  # with what records, which steps do without
+        from trainers.measuring.encoding_phase import encode  # imports the recorder, which steps do not need
 
         encode(request.profile, request.job, request.strategy, meter)
         return None
@@ -84,12 +85,12 @@ def _run(request: ProbeRequest, meter: Meter) -> ProbedTraining | None:
     with meter.phase("first_step"):
         training.first_step()
     if meter.device.type == "cuda":
-        limit(request, meter)  # by now kernels are loaded and ranks connected, which no allocator counts
+        limit(request, meter)  # again, because loaded kernels and NCCL have taken memory outside the allocator by now
     with meter.phase("step"):
         training.steady_steps()
     if meter.device.type == "cuda":
         meter.report.tell(allocated_after_step_bytes=torch.cuda.memory_allocated(meter.device))
-    # The same calls as in step.accumulated_step, with the counters read in between.
+    # The same calls as in step.accumulated_step, but as two phases.
     with meter.phase("train"):
         training.forward_backward()
     with meter.phase("optimizer"):
@@ -103,11 +104,11 @@ def _run(request: ProbeRequest, meter: Meter) -> ProbedTraining | None:
 
 
 def limit(request: ProbeRequest, meter: Meter) -> int | None:
-    """Caps this process's memory at what the plan's card gives, where this card gives more; returns the capacity in
-    bytes, or None without a cap.
+    """If this card has more memory than the plan's, caps this process's memory at that of the plan's card. Returns the
+    capacity in bytes, or None without a cap.
 
-    torch counts what its allocator holds; the context and whatever else is on the device outside it now is taken off.
-    Where NVML does not tell, the catalogue's figure for this card is used.
+    torch's limit is for its allocator only, so the context and everything else on the device outside the allocator is
+    subtracted. Without NVML, the catalogue's context size of this card is used.
     """
     properties = torch.cuda.get_device_properties(meter.device)
     capacity = request.capacity_bytes
@@ -122,14 +123,15 @@ def limit(request: ProbeRequest, meter: Meter) -> int | None:
 
 
 def _is_card(planned: str, name: str) -> bool:
-    """Whether the card that torch names is the one that a plan names."""
+    """Whether torch's name of the card is that of the plan's card."""
     with contextlib.suppress(VplanError):
         return card_lookup.gpu(name).name == card_lookup.parse_gpus(planned)[1].name
     return False
 
 
 def _outside(meter: Meter, name: str) -> int:
-    """Device bytes of this process that torch's allocator does not hold."""
+    """Device bytes that came into use since the measurement began and that torch's allocator does not hold: this
+    process's context and libraries."""
     if meter.watch is not None:
         meter.watch.take_peak()
         device_bytes = meter.watch.take_peak()
@@ -144,11 +146,11 @@ REQUESTED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
 """In torch's messages: "Tried to allocate 2.00 GiB", "you tried to allocate 9 bytes"."""
 
 WORDS = 1000
-"""Of an error's message that are kept."""
+"""Characters of an error's message that are kept."""
 
 
 def _shortage(error: BaseException, device: torch.device) -> dict[str, Any]:
-    """What an error that means out of memory says, and of a GPU what its allocator held."""
+    """The message and request of an out-of-memory error, and on a GPU the allocator's summary."""
     message = " ".join(str(error).split())
     facts: dict[str, Any] = {"message": message[:WORDS], "requested_bytes": requested_bytes(message)}
     if device.type == "cuda":
@@ -157,7 +159,8 @@ def _shortage(error: BaseException, device: torch.device) -> dict[str, Any]:
 
 
 def requested_bytes(message: str) -> int | None:
-    """The request that found no memory, in bytes (torch rounds it to a hundredth of its unit); None: it is not said."""
+    """The size of the failed allocation in bytes, which torch rounds to a hundredth of its unit; None if the message
+    does not have it."""
     match = REQUESTED.search(message)
     if match is None:
         return None
@@ -166,7 +169,7 @@ def requested_bytes(message: str) -> int | None:
 
 
 def find_device(name: str) -> torch.device:
-    """The device to measure on, not touched yet; a VplanError when there is no GPU."""
+    """The device to measure on, without initialising it. Raises a VplanError if there is no GPU."""
     if name == "cpu":
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -182,12 +185,13 @@ def find_device(name: str) -> torch.device:
 
 
 def _uuid(device: torch.device) -> str:
-    """NVML counts cards from the bus, torch from CUDA_VISIBLE_DEVICES; this names the same card for both."""
+    """The card's UUID, which names it for both NVML and torch: NVML numbers cards by bus, torch within
+    CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _tell_device(meter: Meter) -> None:
-    """The device's facts, and its use once there is a context and nothing else."""
+    """Reports the device's facts, and the memory in use when there is only the CUDA context."""
     report, watch = meter.report, meter.watch
     if meter.device.type != "cuda" or watch is None:
         report.tell(gpu="cpu", driver="none", missing=["allocated_bytes, reserved_bytes, device_bytes: no GPU"])
@@ -204,12 +208,13 @@ def _tell_device(meter: Meter) -> None:
 
 
 def _sampled(watch: DeviceMemory | None) -> dict[str, Any]:
-    """How well the device was watched, and what could not be had."""
+    """The sampling rate of the device's memory, and the counters that could not be read."""
     return {"device_hertz": watch.hertz, "missing": watch.missing} if watch else {}
 
 
 def attention_kernels(training: ProbedTraining) -> str:
-    """What attention really ran on, as ``cudnn+efficient``: from one more forward pass, when all is measured."""
+    """The attention kernels that really run, as ``cudnn+efficient``, from one more forward pass after all
+    measurements."""
     request = training.request
     batch = training.family.batch(request.grids[0], training.meter.device, training.dtype)
     kernels = Kernels()
@@ -219,8 +224,9 @@ def attention_kernels(training: ProbedTraining) -> str:
 
 
 def _write_history(request: ProbeRequest, meter: Meter) -> None:
-    """The allocator's events on this device as plain numbers, and where in them each phase begins."""
-    if request.history is None or not checkpoint.is_first():  # one file, of the first rank
+    """Writes the allocator's events on this device, and the index of each phase's first event, as JSON. Raises a
+    VplanError if the file cannot be written."""
+    if request.history is None or not checkpoint.is_first():  # there is one file, with the first rank's events
         return
     events = torch.cuda.memory._snapshot()["device_traces"][meter.device.index]
     times = [event.get("time_us", 0) for event in events]
@@ -246,8 +252,8 @@ def _write_history(request: ProbeRequest, meter: Meter) -> None:
 
 
 def _line(event: dict[str, Any], lines: dict[str, int]) -> int:
-    """The number of the innermost line of Python that is neither torch's own nor a rehearsal's, -1 where there is none:
-    backward's kernels are started from no line."""
+    """The number of an event's innermost Python line outside torch and the rehearsal's observer; adds it to ``lines``
+    if it is new. -1 if there is no such line, as in backward, whose kernels are launched from C++."""
     for frame in event.get("frames", ()):
         folder, _, name = frame["filename"].replace("\\", "/").rpartition("/")
         if folder and "/torch/" not in f"{folder}/" and not folder.endswith("/trainers/observer"):

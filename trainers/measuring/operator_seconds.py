@@ -1,4 +1,4 @@
-"""How long a step's operators keep the GPU busy, each by its name and pass: one more step under torch's profiler."""
+"""Measures how long each operator of a step keeps the GPU busy, by name and pass, with torch's profiler."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ if TYPE_CHECKING:
     from trainers.measuring.phases import ProbedTraining
 
 MICRO = 1e-6
-"""The profiler counts microseconds."""
+"""Seconds in a microsecond, the profiler's unit."""
 
 LEAST_SHARE = 0.001
-"""Of a pass's kernels, from which on an operator is named."""
+"""Operators with a smaller share of their pass's time are not listed."""
 
 
 def operator_seconds(training: ProbedTraining) -> dict[str, Any]:
-    """Runs one more step and returns, for ``forward``, ``backward`` (what checkpoints compute again with it) and
-    ``optimizer``: ``kernels`` (how many), ``seconds`` (of all of them) and ``operators``, [calls, seconds] by name.
+    """Runs one more step and returns, for ``forward``, ``backward`` (including recomputation) and ``optimizer``: the
+    number of ``kernels``, their total ``seconds``, and ``operators``, [calls, seconds] by name.
 
-    Empty where the profiler sees no kernels.
+    Empty if the profiler sees no kernels.
     """
     found = _passes(training.forward_backward, "forward", "backward")
     return found | _passes(training.optimizer_step, "optimizer", "optimizer") if found else {}
 
 
 def _passes(run: Callable[[], None], here: str, elsewhere: str) -> dict[str, Any]:
-    """The facts of what runs in this thread, and of what autograd's own threads run."""
+    """The facts of the operators that ``run`` executes: those of this thread under the name ``here``, those of
+    autograd's threads under ``elsewhere``."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         with torch.profiler.record_function(here):
@@ -40,7 +41,7 @@ def _passes(run: Callable[[], None], here: str, elsewhere: str) -> dict[str, Any
     events = profile.events() or []
     mine = {event.thread for event in events if event.name == here and event.device_type.name == "CPU"}
     parts: dict[str, list[FunctionEvent]] = defaultdict(list)
-    seen: set[int] = set()  # loading a kernel is an event of its own, with the operator's id and its kernels
+    seen: set[int] = set()  # loading a kernel is a further event, with the same id and kernels as its operator
     for event in events:
         if event.device_type.name == "CPU" and event.kernels and not event.is_user_annotation:
             if event.id in seen:

@@ -1,4 +1,4 @@
-"""The phases of a probe in one rank: load, first step, steady steps, one step taken apart, a sample, a checkpoint."""
+"""The phases of a probe in one rank: load, first step, steady steps, one step pass by pass, a sample, a checkpoint."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class ProbeRequest:
     weights: str | None = None
     """folder of published weights; random ones without"""
     capacity_bytes: int | None = None
-    """what the plan's card gives, where this one may give more"""
+    """allocatable bytes of the plan's card, if this card may have more"""
     history: str | None = None
     part: Literal["step", "encode"] = "step"
-    """of training that is gone through: what is cached before is encoded in a process of its own"""
+    """the part of training to measure; encoding for the cache is measured in a separate process"""
     saves: bool = True
-    """writes a checkpoint after the steps"""
+    """whether to write a checkpoint after the steps"""
     profiles: bool = False
-    """times the operators of one more step when all else is measured"""
+    """whether to time the operators of one more step after all other measurements"""
 
     @classmethod
     def of(cls, plan: Plan, *, config: dict[str, Any], scratch: str | Path, **settings: Any) -> ProbeRequest:
@@ -84,7 +84,7 @@ def _tokens(grid: dict[str, int]) -> int:
 
 
 class ProbedTraining:
-    """One rank's model, engine and optimizer, and the parts of training that a probe measures, in the order of use."""
+    """One rank's model, engine and optimizer, and the parts of training that a probe measures, in execution order."""
 
     def __init__(self, request: ProbeRequest, meter: Meter) -> None:
         self.request = request
@@ -100,7 +100,7 @@ class ProbedTraining:
         meter.report.tell(losses=self.losses, step_seconds=self.seconds)
 
     def load(self) -> None:
-        """Model, engine, optimizer and average, as training sets them up."""
+        """Sets up model, engine, optimizer and average as training does."""
         request, device = self.request, self.meter.device
         two_experts = request.job.experts == "both"
         model = self._two_experts() if two_experts else step.build_model(request.profile, request.job, self.strategy)
@@ -121,21 +121,21 @@ class ProbedTraining:
         self.average = Average(self.trainee.trainable, ema) if ema != "none" else None
 
     def first_step(self) -> None:
-        """The step that makes the optimizer's states, at the largest shape."""
+        """Runs the step that creates the optimizer's states, at the largest shape."""
         self.meter.report.tell(first_step_seconds=self._step(self.request.grids[0]))
 
     def steady_steps(self) -> None:
-        """Runs one step of each shape, the largest last so that it meets what the others leave in the cache; then the
-        steps that are measured."""
+        """Runs one step of each shape, the largest last, so that the allocator's cache has what the others leave
+        behind; then the steps to be measured."""
         for grid in reversed(self.request.grids):
             self._step(grid)
         for _ in range(self.request.steps):
             self.seconds.append(self._step(self.request.grids[0]))
 
     def _step(self, grid: dict[str, int]) -> float:
-        """Seconds of one optimizer step."""
-        # A batch that is all of a step is made before the clock starts, as a loader has it ready; of several, one is on
-        # the device at a time.
+        """Runs one optimizer step; returns its seconds."""
+        # A single batch is made before the clock starts, as a loader would have it ready. Several are made during the
+        # step, so that only one is on the device at a time.
         alone = self.strategy.gradient_accumulation == 1 and self.experts is None
         batches = list(self._batches(grid)) if alone else self._batches(grid)
         self.meter.synchronise()
@@ -148,8 +148,8 @@ class ProbedTraining:
         return elapsed
 
     def _batches(self, grid: dict[str, int]) -> Iterator[step.Batch]:
-        # The first step is the high-noise expert's, as a model is loaded; all others are the other's. So both have
-        # stepped once, and have changed places, before the measured steps: in training they do so in one step of many.
+        # The high-noise expert takes the first step, the low-noise expert all others. So both have stepped once and
+        # changed places before the measured steps; in training they change places only once in many steps.
         if self.experts is not None:
             self.experts.turn("low" if self.steps_done else "high")
         for _ in range(self.strategy.gradient_accumulation):
@@ -175,22 +175,22 @@ class ProbedTraining:
         return self.experts
 
     def forward_backward(self) -> None:
-        """Forward and backward of one more step, without its optimizer step: the phase ``train``."""
+        """Runs forward and backward of one more step, without its optimizer step: the phase ``train``."""
         loss = step.gradients(self.trainee, self.family, self._batches(self.request.grids[0]), self.strategy)
         self._keep_loss(loss)
 
     def _keep_loss(self, loss: torch.Tensor) -> None:
-        """Keeps the mean of all ranks' losses, so that all of them know when one has no number."""
+        """Keeps the mean of all ranks' losses, so that every rank notices when one of them is not finite."""
         self.losses.append(finite(parallel.mean_over_ranks(loss)))
 
     def optimizer_step(self) -> None:
-        """The optimizer step of the gradients that `forward_backward` left: the phase ``optimizer``."""
-        self.trainee.engine.step(self.trainee)
+        """Runs the optimizer step with the gradients of `forward_backward`: the phase ``optimizer``."""
+        step.optimizer_step(self.trainee)
         self._count_step()
 
     def sample(self) -> None:
-        """A sample of the validation's true size, on the first rank, while the others wait; two noise levels tell.
-        Of a model that is split all ranks denoise."""
+        """Makes a sample at the full validation shape but with only `NOISE_LEVELS` steps, on the first rank while the
+        others wait. If the model is sharded, all ranks denoise."""
         request, first, engine = self.request, checkpoint.is_first(), self.engine
         if first or engine.gathers:
             inputs = pipelines.SampleInputs(steps=NOISE_LEVELS, seed=SEED)
@@ -203,8 +203,8 @@ class ProbedTraining:
         checkpoint.barrier()
 
     def save(self) -> None:
-        """Writes a checkpoint as training does, as the phase `save`, and waits for it. A full disk is reported and does
-        not end the probe."""
+        """Writes a checkpoint as training does, and waits until it is written. A full disk is reported as ``missing``
+        and does not end the probe."""
         manifest = {"run": "probe", "step": self.steps_done}
         plan = plan_to_toml(self.request.plan)
         try:
@@ -221,6 +221,6 @@ class ProbedTraining:
 
 
 def finite(loss: torch.Tensor) -> float | None:
-    """The loss as a float; None when it is NaN or infinite, which JSON does not have."""
+    """The loss as a float; None if it is NaN or infinite, which JSON cannot express."""
     value = float(loss)
     return value if math.isfinite(value) else None

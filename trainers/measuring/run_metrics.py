@@ -1,4 +1,4 @@
-"""What is seen while a run goes on: a line of numbers for each step, and the memory of what comes between steps."""
+"""The files that a run writes as it goes: metrics of each step, and the memory use of phases between steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNTERS = ("allocated_bytes", "reserved_bytes", "retries", "device_bytes", "hos
 
 
 class Watch:
-    """The peaks since the last look: tensors, the allocator's segments, the device as NVML sees it, and host RAM."""
+    """The peaks since the last call: tensors, the allocator's segments, the device as NVML reports it, and host RAM."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch = TorchMemory(device)
@@ -32,8 +32,8 @@ class Watch:
         self.memory.__enter__()
 
     def peaks(self) -> dict[str, int | None]:
-        """Peak bytes of each counter, and retries, since the last call; None for what cannot be read, as without a
-        GPU."""
+        """Peak bytes of each counter, and retries, since the last call; None for counters that cannot be read, for
+        example without a GPU."""
         values = {"device_bytes": None, **self.torch.take(), **self.memory.take()}
         return {name: values[name] for name in COUNTERS}
 
@@ -47,13 +47,13 @@ class MemoryLog:
     `denoise`, `decode`, `save`) and for a step that failed. Lines are only ever added."""
 
     def __init__(self, path: Path | None, watch: Watch) -> None:
-        """``path``: None on all ranks but the first, which write nothing."""
+        """``path``: None on all ranks except the first, which write nothing."""
         self.path, self.watch = path, watch
 
     @contextlib.contextmanager
     def phase(self, name: str, step: int = 0) -> Iterator[dict[str, Any]]:
-        """A context that writes one line about a phase after ``step`` steps, also when it ends in an error. It gives
-        the line's further facts, which may be added to."""
+        """A context that writes one line about a phase after ``step`` steps, even if it ends in an error. Yields the
+        line's facts, to which more can be added."""
         facts: dict[str, Any] = {"phase": name, "step": step}
         self.watch.peaks()
         began, failed = time.perf_counter(), True
@@ -65,7 +65,7 @@ class MemoryLog:
 
     @contextlib.contextmanager
     def failing_step(self, number: int) -> Iterator[None]:
-        """A context that writes a line about step ``number`` if it ends in an error: `Metrics` has the others."""
+        """A context that writes a line about step ``number`` if it ends in an error; `Metrics` has the other steps."""
         began = time.perf_counter()
         try:
             yield
@@ -79,12 +79,12 @@ class MemoryLog:
 
 
 class Metrics:
-    """A file of JSON lines with the metrics of a run, one line per step. A resumed run continues after the step that it
-    was resumed from; the lines of later steps, which are done again, go to the memory log."""
+    """A file of JSON lines with the metrics of a run, one line per step. A resumed run continues after the step it
+    resumes from; the lines of later steps, which are repeated, are moved to the memory log."""
 
     def __init__(self, path: Path, step: int, log: MemoryLog) -> None:
         lines = [line for line in _lines(path) if type(line.get("step")) is int]
-        # A run that was killed between the two files has them in the log already.
+        # If a run was killed between writing the two files, the log already has these lines.
         logged = [] if log.path is None else _lines(log.path)
         repeated = [{**line, "repeated": True} for line in lines if line["step"] > step and "loss" in line]
         append(log.path, [line for line in repeated if line not in logged])
@@ -98,15 +98,14 @@ class Metrics:
 
 
 class LateLoss:
-    """The loss of one step, what else its ranks agreed on, and how long the step took; all can be read once the device
-    has got that far.
+    """The loss of one step, other numbers that its ranks agreed on, and the step's duration, read one step late.
 
-    Reading a tensor of a GPU waits for all that was launched before the reading. So it is copied as part of its step,
-    and read after the next step has been launched: the GPU always has work to do meanwhile.
+    Reading a tensor from a GPU waits for everything launched before. So the numbers are copied to the host as part of
+    their step, and read after the next step has been launched, which keeps the GPU busy.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Made where the step begins."""
+        """Create it where the step begins."""
         self.device = device
         self._began: Any = self._moment()
         self._ended: Any = None
@@ -114,12 +113,12 @@ class LateLoss:
 
     def keep(self, values: torch.Tensor) -> None:
         """Starts the copy of a few numbers, (n,), to host RAM; called where the step ends."""
-        # Into pinned memory (at::_to_copy), which is what makes the copy asynchronous.
+        # With non_blocking, `to` copies into pinned memory (at::_to_copy), which makes the copy asynchronous.
         self._values = values.to("cpu", non_blocking=True)
         self._ended = self._moment()
 
     def read(self) -> tuple[list[float], float]:
-        """The numbers, and the seconds between the step's two ends on the device; waits for that step alone."""
+        """The numbers, and the step's seconds on the device; waits only for that step."""
         assert self._values is not None
         if isinstance(self._began, float):
             return self._values.tolist(), self._ended - self._began
@@ -127,7 +126,7 @@ class LateLoss:
         return self._values.tolist(), self._began.elapsed_time(self._ended) / 1000
 
     def _moment(self) -> Any:
-        """On a GPU a place in its queue, on the CPU the time."""
+        """A recorded CUDA event, or on the CPU the time in seconds."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -136,12 +135,12 @@ class LateLoss:
 
 
 def unix_seconds() -> float:
-    """The time of a line: seconds since 1970."""
+    """The current time in seconds since 1970, to milliseconds."""
     return round(time.time(), 3)
 
 
 def append(path: Path | None, lines: list[dict[str, Any]]) -> None:
-    """Adds JSON lines to a file, in the place of a last line that a kill has cut off."""
+    """Appends JSON lines to a file, after removing a last line that is incomplete because a run was killed."""
     if path is None or not lines:
         return
     with path.open("ab+") as file:
@@ -152,8 +151,7 @@ def append(path: Path | None, lines: list[dict[str, Any]]) -> None:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """What is written so far, without lines that are damaged: a run goes on from its checkpoint, whatever became of
-    them."""
+    """The lines of a file, without damaged ones: a resumed run does not depend on them."""
     if not path.is_file():
         return []
     return [found for line in read_lines(path) if line.endswith(b"\n") and (found := json_object(line)) is not None]

@@ -1,4 +1,4 @@
-"""What a run tells accelerate's trackers."""
+"""Logs a run to accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Any
 
 
 class Trackers:
-    """The trackers of a run. When one fails, the run goes on, as its own files have every number; nothing more is
-    tracked."""
+    """The trackers of a run. If one fails, tracking ends but the run continues: its own files have all numbers."""
 
     def __init__(self, accelerator: Any, tell: Callable[..., None]) -> None:
-        """``accelerator``: accelerate's, which has begun them. ``tell``: is told why they are left out
-        (``tracker_fault``)."""
+        """``accelerator``: accelerate's, with initialised trackers. ``tell``: called with the reason if tracking ends
+        early (``tracker_fault``)."""
         self._accelerator, self._tell = accelerator, tell
         self._failed = False
 
     def log(self, line: dict[str, Any], step: int) -> None:
-        """Logs the numbers and words of a step's line."""
+        """Logs the numbers and strings of a step's line."""
         values = {name: value for name, value in line.items() if isinstance(value, (int, float, str))}
         self._call(f"step {step}", lambda: self._accelerator.log(values, step=step))
 
@@ -29,7 +28,7 @@ class Trackers:
         self._call(f"step {step}", lambda: track_samples(self._accelerator.trackers, step, files, prompts))
 
     def end(self) -> None:
-        """Ends them, which sends what still waits, and leaves the process group."""
+        """Finishes the trackers, which flushes their data, and leaves the process group."""
         for tracker in self._accelerator.trackers:
             self._call("the end", tracker.finish)
         self._accelerator.trackers.clear()

@@ -1,4 +1,4 @@
-"""What a checkpointed block is given, between its forward and its backward: by another way than on the GPU as it is."""
+"""Keeps the inputs of checkpointed blocks between forward and backward in another form than unchanged on the GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class BlockInputs(abc.ABC):
-    """The inputs of one model's checkpointed blocks, call by call. `begin` is for each forward of the model.
+    """The inputs of one model's checkpointed blocks. Call `begin` before each forward of the model.
 
-    Only what one block hands to the next is packed. What all blocks are given alike (text, modulation, tables) is on
-    the GPU once whatever happens, and the first block's input is what patches were made into.
+    Only tensors that one block passes to the next are packed. Tensors that all blocks are given (text, modulation,
+    tables) are on the GPU once in any case, and so is the first block's input, the output of the patch embedding.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class BlockInputs(abc.ABC):
         self._call = -1
 
     def begin(self) -> None:
-        """Starts a new forward of the model; call it before each."""
+        """Starts a new forward of the model."""
         self._call, self._seen = -1, []
 
     @contextlib.contextmanager
@@ -33,7 +33,7 @@ class BlockInputs(abc.ABC):
         self._call += 1
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         shared = [reference() for reference in self._seen]
-        # What an earlier block was given too is of all blocks, and the first block's input is the patches: both stay.
+        # A tensor that an earlier block was given too is shared by all blocks, so it is not packed.
         packed = {
             tensor.data_ptr()
             for tensor in tensors
@@ -51,8 +51,8 @@ class BlockInputs(abc.ABC):
 
     @abc.abstractmethod
     def pack(self, call: int, tensor: Tensor) -> object:
-        """What is kept in place of an input of the block that is called as number ``call``, from 0."""
+        """What to keep in place of an input of the ``call``-th block, counted from 0 in the order of calls."""
 
     @abc.abstractmethod
     def unpack(self, packed: Any) -> Tensor:
-        """The input again, from what is kept: what `pack` made, or the tensor itself where that was not asked."""
+        """Restores an input from what `pack` returned, or from the tensor itself if it was not packed."""

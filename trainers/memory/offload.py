@@ -1,6 +1,7 @@
-"""Checkpoint offload: what a checkpointed block is given waits in pinned host RAM until its backward.
+"""Checkpoint offload: the inputs of checkpointed blocks are kept in pinned host RAM until their backward.
 
-Copies run beside the computation: out while the block works, in while the block behind it is in backward.
+Copies overlap with computation: a block's input is copied out while the block runs, and back in while the following
+block is in backward.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from trainers.memory.pinned import pinned_tensor
 
 @dataclass(frozen=True)
 class _InputOnHost:
-    """A tensor that was sent to host RAM: by which call of a block, which of its tensors, and what it was."""
+    """A tensor that was copied to host RAM: the ``number``-th packed input of the ``call``-th block."""
 
     call: int
     number: int
@@ -31,12 +32,12 @@ class _InputOnHost:
 
 
 class InputsOnHost(BlockInputs):
-    """Inputs that wait in host RAM."""
+    """Keeps inputs in host RAM."""
 
     def __init__(self) -> None:
         super().__init__()
         self._hosts: dict[tuple[int, int], Tensor] = {}
-        """(call, number) -> host RAM, taken again in every step"""
+        """(call, number) -> host RAM, reused in every step"""
         self._away: dict[int, list[_InputOnHost]] = {}
         self._back: dict[tuple[int, int], tuple[Tensor, torch.cuda.Event | None]] = {}
         self._leaving: list[tuple[Tensor, torch.cuda.Event]] = []
@@ -55,7 +56,8 @@ class InputsOnHost(BlockInputs):
             yield
 
     def pack(self, call: int, tensor: Tensor) -> _InputOnHost:
-        """Copies a tensor to host RAM. On the GPU it stays until the next block begins, when the copy is over."""
+        """Copies a tensor to host RAM. It is held on the GPU until the next block begins and has waited for the
+        copy."""
         entries = self._away.setdefault(call, [])
         key = (call, len(entries))
         source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -72,7 +74,7 @@ class InputsOnHost(BlockInputs):
         return entries[-1]
 
     def unpack(self, packed: Tensor | _InputOnHost) -> Tensor:
-        """The tensor back on the GPU; the block before has its own begin to come."""
+        """The tensor, back on the GPU; also starts to fetch the inputs of the block whose backward comes next."""
         self._await_copies()
         if isinstance(packed, Tensor):
             return packed
@@ -95,7 +97,7 @@ class InputsOnHost(BlockInputs):
             return tensor, stream.record_event()
 
     def _copy_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """The stream of copies, behind all that was asked of the GPU so far; None without a GPU."""
+        """The stream for copies, made to wait for all work queued on the GPU so far; None without a GPU."""
         if device.type != "cuda":
             return None
         self._copying = self._copying or torch.cuda.Stream(device)
@@ -103,8 +105,8 @@ class InputsOnHost(BlockInputs):
         return self._copying
 
     def _await_copies(self) -> None:
-        """Has what is computed from now on wait for the copies to host RAM: their sources are freed here and may be
-        overwritten."""
+        """Makes later computation wait for the copies to host RAM, and frees their sources, which may be overwritten
+        then."""
         for source, copied in self._leaving:
             torch.cuda.current_stream(source.device).wait_event(copied)
         self._leaving.clear()

@@ -1,14 +1,15 @@
-"""Frozen bases in 8 and 4 bits, stored and computed by the libraries that trainers use.
+"""Frozen bases in 8 and 4 bits, quantised by the libraries that trainers use.
 
 * ``fp8``: diffusers' layerwise casting. A layer's weights are cast to the compute dtype before its forward and back
-  behind it. Autograd keeps the copy a matrix product used, so without checkpointing all copies live until backward.
+  after it. Autograd keeps the copy that a matrix product used, so without checkpointing all copies live until backward.
 * ``int8``: torchao's weight-only int8, one scale per row (diffusers ``TorchAoConfig``, peft ``TorchaoLoraLinear``,
   SimpleTuner ``int8-torchao``). It multiplies with a copy in the compute dtype, which autograd keeps likewise.
-* ``nf4``: bitsandbytes' 4-bit layers, a constant per 64 weights, those in 8 bits again (SimpleTuner ``nf4-bnb`` and
-  DiffSynth-Studio ``bitsandbytes_nf4`` both turn double quantisation on). Backward makes its own copy of a weight.
+* ``nf4``: bitsandbytes' 4-bit layers with one constant per 64 weights and the constants quantised to 8 bits
+  (SimpleTuner ``nf4-bnb`` and DiffSynth-Studio ``bitsandbytes_nf4`` both turn double quantisation on). Backward
+  dequantises a weight again.
 
-Which modules stay as they are is diffusers' rule: every linear layer is quantised but those of
-``_keep_in_fp32_modules``; layerwise casting also skips norms, embeddings and what each model names.
+As in diffusers, every linear layer is quantised except those of ``_keep_in_fp32_modules``; layerwise casting also skips
+norms, embeddings and the modules that each model class names.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from planner.errors import VplanError
 
 
 def prepare(model: nn.Module, weights_dtype: str, compute_dtype: torch.dtype, *, casts_layerwise: bool) -> None:
-    """Makes a model of half-precision weights on ``meta`` one that will be stored in a quantised format.
+    """Prepares a half-precision model on ``meta`` to be stored in a quantised format.
 
-    Before the adapter is added: layerwise casting would cast an adapter too, and peft chooses its layer by the base's.
-    ``casts_layerwise``: whether it trains so (`planner.catalog.traits.Traits.fp8_base`).
+    Call it before the adapter is added: layerwise casting would cast the adapter too, and peft chooses its layer by the
+    base layer. ``casts_layerwise``: whether the model can train in fp8 (`planner.catalog.traits.Traits.fp8_base`).
     """
     if weights_dtype == "fp8":
         if not casts_layerwise:
@@ -45,7 +46,7 @@ def prepare(model: nn.Module, weights_dtype: str, compute_dtype: torch.dtype, *,
 
 
 def _fp32_modules(model: nn.Module) -> list[str]:
-    """Modules that stay in fp32, which the quantisers leave alone."""
+    """The names of modules that stay in fp32 and are not quantised."""
     return list(getattr(model, "_keep_in_fp32_modules", None) or ())
 
 
@@ -79,12 +80,12 @@ def _prepare_nf4(model: nn.Module, compute_dtype: torch.dtype) -> None:
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """Whether a parameter on ``meta`` will be kept as something else than its numbers: int8 or nf4."""
+    """Whether a parameter on ``meta`` will be stored as quantised data (int8 or nf4) rather than as plain numbers."""
     return hasattr(parameter, "qdata") or hasattr(parameter, "compress_statistics")
 
 
 def store(module: nn.Module, name: str, weight: Tensor) -> None:
-    """Puts a half-precision weight, filled on its device, into its module as the module stores it."""
+    """Stores a half-precision weight in its module, in the format that the module's parameter was prepared for."""
     place = module._parameters[name]
     assert place is not None
     if hasattr(place, "qdata"):
@@ -106,7 +107,7 @@ def store(module: nn.Module, name: str, weight: Tensor) -> None:
 
 
 class Place(NamedTuple):
-    """The place of a plain tensor: an attribute of a parameter, or of an object that belongs to it."""
+    """Where a plain tensor is stored: an attribute of a parameter, or of an object that belongs to it."""
 
     holder: Any
     attribute: str
@@ -118,7 +119,7 @@ class Place(NamedTuple):
         return tensor
 
     def put(self, tensor: Tensor) -> None:
-        """Replaces the tensor by one of the same shape and format, on whatever device."""
+        """Replaces the tensor by one of the same shape and dtype, on any device."""
         setattr(self.holder, self.attribute, tensor)
 
 
@@ -144,6 +145,7 @@ def stored_tensors(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]
 
 
 def to_host(parameter: Tensor) -> None:
-    """Moves what a parameter is kept in to host RAM; what it says of its own device stays."""
+    """Moves the tensors that hold a parameter to host RAM; the device that the parameter itself reports stays the
+    same."""
     for _, place in places("", parameter):
         place.put(place.tensor.cpu())

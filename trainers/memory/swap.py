@@ -1,11 +1,12 @@
-"""Block swap: the weights of some checkpointed blocks wait in pinned host RAM and stream through two buffers.
+"""Block swap: the weights of some checkpointed blocks are kept in pinned host RAM and stream through a ring of two
+buffers on the GPU.
 
-A block's weights are fetched when the one before it begins, in forward and again in backward, where recomputation calls
-the blocks from the last to the first. Checkpointing is what makes this right: between a block's recomputation and the
-end of its backward no other block runs, so what autograd kept of its weights and what a module reads again are the same
-bytes. Without it both would differ (autograd holds a linear layer's old storage, while norms and tables read the new).
-What is frozen is never copied back (musubi-tuner ``--block_swap_h2d_only``). What is trained is stepped inside
-backward, while it is in a buffer, and copied back before the buffer is taken by another block.
+A block's weights are fetched when the block before it begins, in forward and again in backward, where recomputation
+calls the blocks from the last to the first. This is correct only with checkpointing: between a block's recomputation
+and the end of its backward no other block runs, so the weights that autograd saved and those that a module reads again
+are the same bytes. Without checkpointing they would differ (autograd holds a linear layer's old storage, while norms
+and tables read the new one). Frozen weights are never copied back (musubi-tuner ``--block_swap_h2d_only``). Trained
+weights are stepped inside backward, while they are in a buffer, and copied back before another block takes the buffer.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from trainers.memory.pinned import pinned_tensor
 from trainers.memory.quantise import Place, places
 
 ALIGNMENT = 256
-"""Each weight begins at a multiple of this in a buffer, as it would in an allocation of its own."""
+"""Alignment of each weight in a buffer, bytes, as in an allocation of its own."""
 
 SLOTS = 2
 
 CAST = (torch.float8_e4m3fn,)
-"""What weights are kept in that a layer casts while it runs (`trainers.memory.quantise`)."""
+"""Storage dtypes of weights that a layer casts while it runs (`trainers.memory.quantise`)."""
 
 
 class _SwappedTensor(NamedTuple):
-    """One of a block's tensors: where its module looks for it, and which bytes of a buffer it has."""
+    """One of a block's tensors: where its module looks for it, and which bytes of a buffer hold it."""
 
     place: Place
     start: int
@@ -43,7 +44,7 @@ class _SwappedTensor(NamedTuple):
     shape: torch.Size
 
     def point_into(self, buffer: Tensor) -> None:
-        """Makes the module see the tensor in a buffer of bytes."""
+        """Makes the module read the tensor from a buffer of bytes."""
         self.place.put(buffer[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape))
 
 
@@ -55,18 +56,18 @@ class _BlockOnHost:
     host: Tensor
     """all of them, bytes"""
     trained: bool
-    """whether some are trained, so that what is in a buffer is newer after a backward"""
+    """whether some are trained, so that a buffer has newer weights after a backward"""
 
     def point_into(self, buffer: Tensor) -> None:
-        """Makes the block see its weights in a buffer of bytes."""
+        """Makes the block read its weights from a buffer of bytes."""
         for part in self.parts:
             part.point_into(buffer)
 
 
 class BlockSwap:
-    """The swapped blocks of a model, and the ring their weights pass through. ``blocks`` in the order they run.
+    """The swapped blocks of a model, and the ring of buffers on the GPU. ``blocks``: in execution order.
 
-    ``ring_owner``: the swap of another model of the same architecture, whose ring the two use in turn (see
+    ``ring_owner``: the swap of another model of the same architecture, with which to share one ring in turn (see
     `release_ring`).
     """
 
@@ -97,8 +98,8 @@ class BlockSwap:
         return before
 
     def _keep_in_ring(self, index: int, block: nn.Module) -> None:
-        """Layerwise casting (fp8) leaves a layer with new copies of its weights: they go as soon as the layer has run,
-        for they are what is in the ring."""
+        """Adds hooks for layerwise casting (fp8), which leaves a layer with new copies of its weights after a forward:
+        they point the layer at the ring again, which has the same numbers, so that the copies are freed."""
         parts = {id(part.place.holder): part for part in self.blocks[index].parts if part.dtype in CAST}
 
         def behind(swapped: list[_SwappedTensor]) -> Any:
@@ -115,21 +116,21 @@ class BlockSwap:
     def make_ready(self, index: int) -> None:
         """Makes sure that a block's weights are on the device before it computes, and starts to fetch those of the
         block that runs next (in backward, the one before)."""
-        # A copy that was started ahead is waited for on the GPU: the CPU goes on to queue the block's kernels.
+        # Only the GPU waits for a copy that was started ahead; the CPU goes on and queues the block's kernels.
         slot = self._holds.index(index) if index in self._holds else self._fetch(index)
         if (ready := self._ready[slot]) is not None:
             torch.cuda.current_stream(self.device).wait_event(ready)
-        # Recomputation calls the same hook as the forward; only the autograd engine says which of the two it is.
-        in_backward = torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks
-        if in_backward and self.blocks[index].trained:  # its backward, and step, come before any other block's
+        # Recomputation calls the same hook as the forward; only the autograd engine knows which of the two it is.
+        in_backward = torch._C._current_graph_task_id() != -1  # torch.utils.checkpoint tells it the same way
+        if in_backward and self.blocks[index].trained:  # its backward and step run before any other block does
             self._newer.add(index)
         following = index - 1 if in_backward else index + 1
         if 0 <= following < len(self.blocks) and following not in self._holds:
             self._fetch(following, keep=slot)
 
     def release_ring(self) -> None:
-        """Leaves the ring to another model. Nothing of this one may still run, and nothing in the ring may have been
-        trained."""
+        """Leaves the ring to another model. This model must have finished running, and the ring must not hold trained
+        weights that were not copied back."""
         assert not self._newer, "what was trained in the ring would be lost"
         for index in self._holds:
             if index is not None:
@@ -137,8 +138,8 @@ class BlockSwap:
         self._holds = [None] * len(self.ring)
 
     def _fetch(self, index: int, keep: int | None = None) -> int:
-        """Copies a block's weights into a slot, behind whatever still computes with it; returns the slot."""
-        # Two slots: the one to keep computes, the other is free as soon as what was queued so far has run.
+        """Copies a block's weights into a slot, after the computation that still uses it; returns the slot."""
+        # The block in slot ``keep`` is computing; the other slot is free as soon as the work queued so far is done.
         slot = next(number for number in range(len(self.ring)) if number != keep)
         if self._copying is None:
             self._exchange(slot, index)
@@ -152,20 +153,20 @@ class BlockSwap:
         return slot
 
     def _exchange(self, slot: int, index: int) -> None:
-        """Copies back what was trained of the block in a slot, and another block's weights in."""
+        """Copies a slot's trained weights back to the host, and another block's weights into the slot."""
         if (before := self._holds[slot]) is not None:
             leaving = self.blocks[before]
-            if before in self._newer:  # its gradients were there, and stepped over, before any block ran after it
+            if before in self._newer:  # it was stepped in its backward, before any other block ran
                 leaving.host.copy_(self.ring[slot][: leaving.host.numel()], non_blocking=True)
                 self._newer.remove(before)
-            leaving.point_into(leaving.host)  # a use of them now fails on the device instead of reading other weights
+            leaving.point_into(leaving.host)  # so that a stray use fails instead of reading another block's weights
         arriving = self.blocks[index].host
         self.ring[slot][: arriving.numel()].copy_(arriving, non_blocking=True)
 
 
 def swapped_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) -> list[tuple[str, nn.Module]]:
-    """(full name, block) of the blocks that a strategy swaps, in the order they run: the last, or with ``partial``
-    checkpointing the last of those that are checkpointed."""
+    """(full name, block) of the blocks that a strategy swaps, in execution order: the last ``swap_blocks`` of the
+    checkpointed blocks."""
     blocks = [
         (f"{stack.list}.{name}", block)
         for stack in profile.stacks
@@ -177,7 +178,7 @@ def swapped_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) 
 
 
 def on_host(blocks: Iterable[tuple[str, nn.Module]]) -> frozenset[str]:
-    """Full names of the weights that never need to be on the device as a whole: swapped blocks' but adapters."""
+    """Full names of the weights that are kept in host RAM: those of swapped blocks, except adapters."""
     return frozenset(f"{prefix}.{name}" for prefix, block in blocks for name, _ in _weights_that_move(block))
 
 
@@ -186,7 +187,7 @@ def _weights_that_move(block: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _to_host(block: nn.Module, device: torch.device) -> _BlockOnHost:
-    """Moves a block's weights from wherever they are into one piece of host RAM."""
+    """Moves a block's weights from any device into one buffer of host RAM."""
     parts, end, trained = [], 0, False
     for name, parameter in _weights_that_move(block):
         trained |= parameter.requires_grad

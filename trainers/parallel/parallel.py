@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
-from planner.layout.run_records import ZeroSettings
 from planner.layout.sharding.zero import DEEPSPEED
 from planner.spec.job import Job, Strategy
 from planner.spec.training import MAX_GRAD_NORM, TrainingSettings
@@ -109,9 +108,10 @@ def split(model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy,
 
 def set_up(
     model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, training: TrainingSettings,
-    device: torch.device, settings: ZeroSettings = DEEPSPEED, drive: Path | None = None,
+    device: torch.device, drive: Path | None = None,
 ) -> tuple[step.Trainee, LocalEngine]:  # fmt: skip
-    """Prepares a loaded model for training as the strategy says, with its engine. All ranks call it together."""
+    """Prepares a loaded model for training as the strategy says, with its engine. ``drive``: folder for what DeepSpeed
+    offloads to NVMe. All ranks call it together."""
     # The optimizer is made after FSDP2 has replaced the parameters by DTensors, and before DDP and DeepSpeed wrap the
     # model. Only a block's forward is compiled: FSDP2's gathering stays around it.
     trainable = step.trainable_parameters(model)
@@ -128,7 +128,7 @@ def set_up(
         unused = job.experts == "both" or any(kind.without_gradient(name, profile.blocks) for name in trainable)
         engine = Ddp(trainee, strategy, unused, scaler)
     elif strategy.sharding.startswith("zero"):
-        engine = Zero(trainee, job, strategy, settings, drive, max_grad_norm)
+        engine = Zero(trainee, job, strategy, DEEPSPEED, drive, max_grad_norm)
     else:
         engine = LocalEngine(trainee, scaler)
     trainee.engine = engine

@@ -1,4 +1,4 @@
-"""Where in a model something belongs: runs of like blocks, and the place of a block in its run."""
+"""Runs of identical blocks in a model, and the place of a block in its run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 Place = tuple[int, int]
-"""(run, index): the index-th block of a run of like blocks."""
+"""(run, index): the index-th block of a run of identical blocks."""
 
 
 @dataclass
@@ -25,7 +25,8 @@ def find_runs(
 ) -> tuple[list[LikeBlocks], dict[str, Place]]:
     """Groups the blocks of the named module lists into runs of equal structure; maps each block's name to its place.
 
-    ``checkpointed`` is the number of blocks, in execution order, that checkpoint when only some do: it splits runs too.
+    ``checkpointed``: with partial checkpointing, the number of checkpointed blocks in execution order; a run ends
+    there too.
     """
     runs: list[LikeBlocks] = []
     places: dict[str, Place] = {}

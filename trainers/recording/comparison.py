@@ -1,4 +1,4 @@
-"""Whether a tape on disk is what is recorded now: what differs, how far the peak moves, and the first place."""
+"""Compares a tape on disk with a new recording: what differs, by how much the peak changes, and where first."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from planner.tape.format import Section, Tape
 from planner.tape.program import Part, Program
 
 NOT_COMPARED = ("versions",)
-"""Keys of a tape that may differ: another torch may well record the same allocations."""
+"""Keys of a tape that are ignored: another torch may record the same allocations."""
 
 
 def first_difference(stored: Any, recorded: Any, where: str = "") -> str:
-    """Where two trees of JSON first differ, and how, as ``tape.sizes[0] is 7, recorded 8``; "" when they are equal.
+    """The first difference of two JSON trees, as ``tape.sizes[0] is 7, recorded 8``; "" if they are equal.
 
-    ``where`` is the path of the two in the trees they were taken from.
+    ``where``: the path of both in the trees that they are parts of.
     """
     if isinstance(stored, dict) and isinstance(recorded, dict):
         for key in sorted(stored.keys() | recorded.keys()):
@@ -41,12 +41,12 @@ def first_difference(stored: Any, recorded: Any, where: str = "") -> str:
 
 
 def default_shape(profile: ModelProfile, regime: Mapping[str, int]) -> dict[str, int]:
-    """The atoms of a model's default shape: two samples, unless the tape holds another number (``regime``)."""
+    """The atoms of a model's default shape, with two samples; ``regime``: the atoms that the tape fixes."""
     return {**grid(profile, job_for(profile, {"model": profile.name})), "B": 2, **regime}
 
 
 def default_part(profile: ModelProfile, component: Component) -> Part:
-    """One prompt, or one clip of a model's default shape, for the tape of what stands around the model."""
+    """One prompt, or one clip of the model's default shape, for the tape of a text encoder or VAE."""
     for encoder in profile.text_encoders:
         if encoder.folder == component.name:
             return Part(component.name, {"B": 1, "T": encoder.max_tokens})
@@ -58,16 +58,16 @@ def default_part(profile: ModelProfile, component: Component) -> Part:
 
 
 class Events(NamedTuple):
-    """All pieces of a tape at one shape, one after the other."""
+    """The events of all pieces of a tape at one shape, in order."""
 
     changes: list[int]
-    """bytes of each allocation; of a free, less than 0"""
+    """bytes that each event allocates; negative for frees"""
     made_by: list[tuple[str, str]]
     """category and operator of what each event allocates or frees"""
 
     @property
     def peak(self) -> int:
-        """The most that is there at once, bytes."""
+        """The highest number of bytes that are allocated at once."""
         level = peak = 0
         for change in self.changes:
             level += change
@@ -76,7 +76,7 @@ class Events(NamedTuple):
 
 
 class _MadeElsewhere(dict[str, int]):
-    """Named buffers that a tape frees and another allocates: they take nothing here."""
+    """Named buffers that this tape frees but another allocates: they have size 0 here."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _MadeElsewhere(dict[str, int]):
 
 
 def events_of(tape: Tape, shape: Mapping[str, int] | Part) -> Events:
-    """A tape laid out at a shape; ``shape`` is a Part for the tape of what stands around a model."""
+    """The events of a tape at a shape; ``shape`` is a Part for the tape of a text encoder or VAE."""
     program, part = Program(), shape if isinstance(shape, Part) else None
     if part is None:
         program.named |= {kind: _MadeElsewhere(program) for kind in ("weight", "gradient", "optimizer", "batch")}
@@ -102,8 +102,8 @@ def events_of(tape: Tape, shape: Mapping[str, int] | Part) -> Events:
 def what_differs(stored: Tape, recorded: Tape, shape: Mapping[str, int] | Part) -> str:
     """What differs between two tapes at a shape, and both peaks, as ``order, peak 123 bytes in both``.
 
-    ``sizes`` are other bytes or another number of allocations, ``order`` the same ones in another order, ``operators``
-    other names alone of what allocates them or keeps them, ``work`` what operators compute.
+    ``sizes``: the allocations have other bytes or another number. ``order``: the same allocations in another order.
+    ``operators``: only the names of operators or categories differ. ``work``: what the operators compute differs.
     """
     old, new = events_of(stored, shape), events_of(recorded, shape)
     if old.changes != new.changes:

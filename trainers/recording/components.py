@@ -1,7 +1,7 @@
-"""Records what stands around the model, without gradients: here a VAE's encode and decode; text encoders beside it.
+"""Records a VAE's encode and decode, without gradients, and what text encoders (`encoders`) share with that.
 
-Video VAEs work through a clip in chunks of frames; a chunk is to their tape what a block is to a model's, so that one
-recording answers for any length. Tiling is not recorded: `planner.catalog.components` plays the tape at a tile's size.
+Video VAEs work through a clip in chunks of frames. On their tapes, chunks have the role of blocks, so one recording is
+valid for any length. Tiling is not recorded: `planner.catalog.components` plays the tape at a tile's size.
 """
 
 from __future__ import annotations
@@ -35,25 +35,27 @@ from trainers.recording.recordings import load
 from trainers.step import step
 
 RECORDED_CHUNKS = range(9, 14)
-"""Both ends, and middles enough to see what grows from chunk to chunk; of these the one that shows in totals."""
+"""Chunks to record: both ends and enough middle ones to see what grows from chunk to chunk. The first number is used
+at which all lengths can be told apart."""
 
 RECORDED_FRAMES = range(11, 100)
-"""Latent frames, of a VAE that takes a clip whole; likewise the first that shows."""
+"""Latent frames to record for a VAE that takes a whole clip; likewise the first suitable number."""
 
 CHUNK_HEAD = 3
-"""Chunks kept from the start: in the second there is a cache for the first time, and the third gives it back."""
+"""Chunks kept individually at the start: the second is the first with a cache, and the third is the first to free
+one."""
 
 DTYPES = {"half": torch.bfloat16, "fp32": torch.float32}
 
 LEVELS = (1, 2, 4, 8)
-"""Levels of resolution inside a VAE, as multiples of its latents; one that halves an image oftener has more."""
+"""Resolutions inside a VAE, as multiples of its latents; a VAE that halves an image more often has more."""
 
 
 def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """Lengths inside a VAE that are no product: rows and columns padded by one or two, frames of a clip.
+    """Lengths inside a VAE that are not products of atoms: padded rows and columns, and frames of a clip.
 
-    A convolution over padded rows sees 8H+2 of them, a halving of padded ones 8H+1; causal convolutions in time put two
-    frames in front.
+    A convolution over padded rows has 8H+2 of them, a downsampling over padded rows 8H+1; causal convolutions in time
+    put two frames in front.
     """
     sums: dict[str, tuple[int, tuple[str, ...]]] = {}
     halvings = len(vae.config.get("dim_mult", ())) - 1
@@ -74,13 +76,13 @@ def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
     }
     frames += first[vae.traits.first_frame]
     for level, constant in frames:
-        if constant:  # 3F shows as it is
+        if constant:  # without one it is a product, such as 3F
             sums[f"{level}F{constant:+d}"] = (constant, ("F",) * level)
     return sums
 
 
 def private_grid(vae: Vae) -> tuple[dict[str, int], dict[str, tuple[int, tuple[str, ...]]], int]:
-    """(atoms, sums, chunks) at which every length has a prime factor over 7 that no other length has."""
+    """(atoms, sums, chunks) to record at: every length has a prime factor above 7 that no other length has."""
     lengths = [(frames, 0) for frames in RECORDED_FRAMES] if vae.takes_frames else [(1, 0)]
     if vae.traits.frame_tiles:
         lengths = [(vae.traits.frame_tiles[0], 0)]
@@ -89,7 +91,7 @@ def private_grid(vae: Vae) -> tuple[dict[str, int], dict[str, tuple[int, tuple[s
     sides = sorted(itertools.combinations(filter(_shows, range(17, 400)), 2), key=math.prod)
     for (height, width), (frames, chunks) in itertools.product(sides, lengths):
         sums = vae_sums(vae, bool(chunks))
-        if len(lengths) == 1:  # one number of frames, which does not have to show
+        if len(lengths) == 1:  # the number of frames is fixed, so it need not be recognisable
             sums = {name: entry for name, entry in sums.items() if "F" not in entry[1]}
         atoms = {"F": frames, "H": height, "W": width}
         values = {**atoms, **sum_values(sums, atoms)}
@@ -99,7 +101,7 @@ def private_grid(vae: Vae) -> tuple[dict[str, int], dict[str, tuple[int, tuple[s
 
 
 def sum_values(sums: Mapping[str, tuple[int, tuple[str, ...]]], atoms: Mapping[str, int]) -> dict[str, int]:
-    """The values of a tape's sums (constant plus products of atoms) at the given atoms, by name."""
+    """The values of a tape's sums (a constant plus products of atoms) at the given atoms, by name."""
     return {
         name: constant + sum(math.prod(atoms[atom] for atom in product) for product in products)
         for name, (constant, products) in sums.items()
@@ -108,12 +110,13 @@ def sum_values(sums: Mapping[str, tuple[int, tuple[str, ...]]], atoms: Mapping[s
 
 @functools.cache
 def _shows(side: int) -> bool:
-    """Whether a side shows beside its own padded and doubled lengths."""
+    """Whether a side can be told apart from its own padded and doubled lengths."""
     return _all_private([side, side + 1, side + 2, 2 * side + 1, 4 * side + 1, 8 * side + 1], above=20)
 
 
 def _all_private(lengths: list[int], above: int = 7) -> bool:
-    """``above``: sides meet the frames of a chunk, up to 20, in sizes."""
+    """Whether each length has a prime factor larger than ``above`` that divides no other length. Sides need more than
+    20, because sizes also contain the frames of a chunk, up to 20."""
     factors = [_largest_factor(length) for length in lengths]
     return all(
         factor > above and not any(another % factor == 0 for index, another in enumerate(lengths) if index != position)
@@ -132,7 +135,7 @@ def _largest_factor(number: int) -> int:
 
 
 def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks: int) -> RawRecording:
-    """Records loading and ``encode`` or ``decode`` of one sample; ``chunks`` is 0 for a VAE that takes a clip whole."""
+    """Records loading and ``encode`` or ``decode`` of one sample; ``chunks`` is 0 for a VAE that takes a whole clip."""
     import diffusers
 
     model_class = getattr(diffusers, vae.class_name)
@@ -147,9 +150,9 @@ def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks:
         batch = torch.randn(size, dtype=DTYPES[dtype])
         if part == "encode":
             encoded = model.encode(batch, return_dict=False)[0]
-            drawn: Tensor = encoded if isinstance(encoded, Tensor) else encoded.sample()  # without a posterior: DC-AE
+            drawn: Tensor = encoded if isinstance(encoded, Tensor) else encoded.sample()  # DC-AE has no posterior
             return drawn
-        # a VAE that takes noise out at the last step is told how much (ltx/pipeline_ltx.py: decode_timestep)
+        # a VAE that also denoises is given the noise level (ltx/pipeline_ltx.py: decode_timestep)
         noise = [torch.zeros(1, dtype=DTYPES[dtype])] if vae.config.get("timestep_conditioning") else []
         decoded: Tensor = model.decode(batch, *noise, return_dict=False)[0]
         return decoded
@@ -169,11 +172,12 @@ def record_vae(vae: Vae, part: str, dtype: str, grid: Mapping[str, int], chunks:
 
 @contextlib.contextmanager
 def _in_one_go(model: nn.Module) -> Iterator[None]:
-    """Does at once what a VAE does in as many steps as a clip is long, and which takes the same bytes so.
+    """A context in which VAEs do in one call what they otherwise do in a loop whose length depends on the clip.
 
-    Mochi norms 8 frames at a time and joins them, and attends to 32,768 places of an image at a time, which takes less
-    but not at its peak; HunyuanVideo 1.5 fills its attention's mask row by row, in place.
-    Convolutions of CogVideoX and Mochi over 2 GiB are split, which does take more: planner.layout.phases says where.
+    The peak stays the same. Mochi normalises 8 frames at a time and joins them, and attends to 32,768 positions of an
+    image at a time, which takes less memory but not at the peak; HunyuanVideo 1.5 fills its attention mask row by row,
+    in place. CogVideoX and Mochi also split convolutions over 2 GiB, which does take more memory:
+    `planner.layout.encoders_vae.component_pass` adds it.
     """
     from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXSafeConv3d
     from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
@@ -210,7 +214,8 @@ def record_component(
     worker: nn.Module | None,
     module_lists: Sequence[str] = (),
 ) -> tuple[RawRecording, list[int]]:
-    """The recording, and the events at which ``worker``, which is called once for each chunk, returned."""
+    """Records loading a model and ``run``, as the piece ``part``. Returns the recording, and the event indices at which
+    ``worker``, a module that is called once for each chunk, returned."""
     step.cast_weights(model, DTYPES[dtype])
     model.requires_grad_(False).eval()
     recorder = Recorder()
@@ -249,8 +254,8 @@ def vae_tape(vae: Vae, part: str, dtype: str) -> Tape:
 
 
 def short_tape(vae: Vae, part: str, dtype: str, frames: int) -> Tape:
-    """Records ``encode`` or ``decode`` of one frame, or of a clip too short for the tape of long ones, whole: for a VAE
-    that takes clips in chunks or tiles."""
+    """Records ``encode`` or ``decode`` of one frame, or of a clip that is too short for the chunked tape, in one piece:
+    for a VAE that works in chunks or tiles."""
     atoms, sums, _ = private_grid(vae)
     atoms["F"] = frames
     sums = {name: entry for name, entry in sums.items() if "F" not in entry[1]}
@@ -262,7 +267,7 @@ def short_tape(vae: Vae, part: str, dtype: str, frames: int) -> Tape:
 
 
 def _tile(vae: Vae) -> tuple[int, ...]:
-    """(rows, columns) of a tile and of the stride between tiles, pixels, as the diffusers class has them by default."""
+    """(rows, columns) of a tile, then of the stride between tiles, in pixels; the diffusers class's defaults."""
     import diffusers
 
     with init_empty_weights():
@@ -283,13 +288,13 @@ def _tile(vae: Vae) -> tuple[int, ...]:
 
 
 def component_header(name: str, variant: str, regime: Mapping[str, int], sums: Sums, tile: tuple[int, ...]) -> Header:
-    """The header of the tape of a text encoder or VAE, with the versions of the libraries installed here."""
+    """The header of the tape of a text encoder or VAE, with the versions of the installed libraries."""
     versions = {library: version(library).split("+")[0] for library in ("torch", "diffusers", "transformers")}
     return Header(name, variant, versions, regime, sums, tile=tile)
 
 
 def without_unused_atoms(tape: Tape) -> Tape:
-    """The tape without the atoms, and the sums, that no size and no work counts in."""
+    """The tape without atoms and sums that occur in no size and no work."""
     templates = [template for piece in tape.pieces.values() for section in piece for template in section.templates]
     rows = [row for size in tape.sizes for row in _exponents(size)]
     rows += [work.exponents for template in templates for work in template.work]

@@ -1,10 +1,11 @@
 """Turns a RawRecording into a Tape: sizes as products of the shape's atoms, one template per kind of block.
 
-A step walks through like blocks in order: forward up, backward down, and every foreach operator of the optimizer up
-again. Such a walk is a *sweep*. The first two, one middle and the last two blocks of a sweep are kept; the others
-repeat the middle one, which is checked against the recording, not assumed. An allocation's address is (section of the
-piece, position in it), relative to the block in a sweep, so that the same templates unfold to any number of blocks.
-Blocks of a run recorded at its full depth may differ: then each different one is kept, and which block is which.
+A step walks through identical blocks in order: upwards in forward, downwards in backward, and upwards again in every
+foreach operator of the optimizer. Such a walk is a *sweep*. The first two, one middle and the last two blocks of a
+sweep are kept; the others must repeat the middle one, which is checked against the recording. An allocation's address
+is (section of the piece, position in it), relative to the block in a sweep, so that the same templates unfold to any
+number of blocks. In a run recorded at its full depth, blocks may differ: then each different block is kept, and the
+order of the blocks.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class _Stretch:
 
 @dataclass
 class _Walk:
-    """A stretch, or a sweep of like stretches over a run: what becomes a section of the tape."""
+    """A single stretch, or a sweep of similar stretches over a run. Becomes a section of the tape."""
 
     run: int | None
     stretches: list[_Stretch]
@@ -76,16 +77,17 @@ class _Walk:
     """+1 or -1 for a sweep over all blocks of the run, 0 for one stretch."""
 
     first: int = 0
-    """Block of a single stretch inside a run."""
+    """The block of a single stretch in a run."""
 
 
 def compress(
     recording: RawRecording, header: Header, atoms: Mapping[str, int], counts: list[int], head: int = HEAD
 ) -> Tape:
-    """The Tape of a recording made at pairwise-prime ``atoms``. ``counts`` are the blocks per run of the full model.
+    """The Tape of a recording made at pairwise-prime ``atoms``. ``counts``: the blocks per run of the full model;
+    ``head``: how many blocks at the start of a sweep are kept individually.
 
-    ``head`` blocks at the start of a sweep are kept as they are. An AssertionError where blocks of a run differ that
-    are taken to be alike, or something outside a run refers to one of its middle blocks.
+    Raises an AssertionError if the middle blocks of a run differ although they stand for others, or if something
+    outside a run refers to one of its middle blocks.
     """
     return _Compressor(recording, Factoriser(atoms), counts, head).tape(header)
 
@@ -97,22 +99,22 @@ class _Compressor:
         self.factoriser = factoriser
         self.counts = counts
         self.complete = [run.count == count for run, count in zip(recording.runs, counts, strict=True)]
-        """Per run: whether all its blocks were recorded."""
+        """per run: whether all its blocks were recorded"""
         self.freed_at = {~event: index for index, event in enumerate(recording.events) if event < 0}
         self.made_at = {event: index for index, event in enumerate(recording.events) if event >= 0}
         self.names: dict[str, int] = {}
         self.ops: dict[str, int] = {}
         self.address: dict[int, tuple[int, int, int]] = {}
-        """allocation -> (section, block or -1, position), within the piece at hand"""
+        """allocation -> (section, block or -1, position) in the current piece"""
         self.growth: dict[int, tuple[int, int]] = {}
-        """allocation -> (base, slope), when its size grows from block to block"""
+        """allocation -> (base, slope) if its size grows from block to block"""
 
     def tape(self, header: Header) -> Tape:
         bounds = self.recording.pieces
         pieces = {
             name: self._piece(start, stop)
             for (name, start), (_, stop) in itertools.pairwise(bounds)
-            if name != "gradients"  # what an optimizer's recording begins with: a step's tape makes them
+            if name != "gradients"  # allocates what a step's tape allocates in a real run
         }
         return Tape(
             **header._asdict(),
@@ -126,7 +128,7 @@ class _Compressor:
         )
 
     def _runs(self) -> Iterator[BlockRun]:
-        """The runs at full depth. A run starts where the one before it in the same module list ends."""
+        """The runs at full depth. A run starts where the previous run in the same module list ends."""
         ends: dict[str, int] = {}
         for run, count in zip(self.recording.runs, self.counts, strict=True):
             start = ends.get(run.module_list, 0)
@@ -172,10 +174,9 @@ class _Compressor:
         return [part for stretch in stretches for part in self._split(stretch)]
 
     def _split(self, stretch: _Stretch) -> list[_Stretch]:
-        """Orders neighbouring frees by allocation, because autograd drops a node's tensors in the order of their
-        addresses, which differs from run to run and leaves the allocator the same; and gives those that let something
-        of every block go at once (as autocast's cache of cast weights, when its context exits) a stretch per
-        block."""
+        """Sorts consecutive frees by allocation, because autograd drops a node's tensors in the order of their
+        addresses, which differs from run to run without changing the allocator's state. Frees of something of every
+        block at once (such as autocast's cache of cast weights when its context exits) become a stretch per block."""
         parts = [_Stretch(stretch.place, stretch.passes, work=stretch.work)]
         for is_free, group in itertools.groupby(stretch.events, key=lambda event: event < 0):
             events = list(group)
@@ -191,10 +192,11 @@ class _Compressor:
         return [part for part in parts if part.place not in (None, stretch.place) or part.events or part.work]
 
     def _sweeps(self, frees: list[int], place: Place | None) -> dict[Place, list[int]]:
-        """Frees of what was made in a block, by block, for the runs all of whose blocks are there.
+        """Frees of what blocks allocated, by block, for the runs in which every block has some.
 
-        Of blocks that stand for others all middles are enough: the state behind a last layer is normed, and only that
-        is kept with those of the others. Not in a middle: what an optimizer holds of one it drops in the next.
+        In a run whose middle blocks stand for others, it is enough if all middle blocks have some: a last layer may
+        differ (its state is normalised, and only the result is kept). While a middle block itself runs, all blocks must
+        have some, because an optimizer frees in one block what it held of the block before.
         """
         by_block: dict[Place, list[int]] = {}
         for event in frees:
@@ -234,8 +236,8 @@ class _Compressor:
     def _section(self, walk: _Walk) -> Section:
         """A walk as a section of the tape.
 
-        A sweep keeps its head, one middle and its tail after checking that all middles are equal; where they are not,
-        in a run recorded whole, its different blocks and their order.
+        A sweep keeps its head, one middle block and its tail, after checking that all middle blocks are equal. If they
+        are not, which is allowed only in a run recorded whole, it keeps the different blocks and their order.
         """
         self._find_growth(walk)
         templates = [self._template(stretch, walk) for stretch in walk.stretches]
@@ -249,7 +251,7 @@ class _Compressor:
         if len(ordered) > self.head + TAIL:
             middle = ordered[self.head : -TAIL]
             if any(event in self.growth for stretch in walk.stretches for event in stretch.events):
-                # What grows makes the work grow too: that of the block in the middle stands for the mean.
+                # Growing sizes make the work grow too; the work of the central block is used as the mean.
                 middle = [candidate._replace(work=middle[len(middle) // 2].work) for candidate in middle]
             unlike = [self.head + position for position, candidate in enumerate(middle) if candidate != middle[0]]
             if unlike:
@@ -261,9 +263,8 @@ class _Compressor:
         return Section(passes, walk.run, ordered, walk.step)
 
     def _find_growth(self, walk: _Walk) -> None:
-        """Marks allocations whose size is a line through the middle blocks of a sweep, and what of both ends is on it.
-
-        Two points always are, so it takes three middles.
+        """Finds allocations whose size grows linearly over the middle blocks of a sweep, and those of both ends on the
+        same line. Needs three middle blocks, because two points are always on a line.
         """
         allocations = [
             [event for event in stretch.events if event >= 0] for stretch in walk.stretches[:: walk.step or 1]
@@ -306,7 +307,7 @@ class _Compressor:
         return NamedAllocation(size, category, op, kernel, 1, *owner, name)
 
     def _owner(self, number: int, stretch: _Stretch, walk: _Walk) -> tuple[int, int, int]:
-        """(mode, run, block) of the block whose parameter an allocation belongs to; (0, -1, -1) for none."""
+        """(mode, run, block) of the block whose parameter an allocation belongs to; (NO_BLOCK, -1, -1) for none."""
         allocation = self.recording.allocations[number]
         if allocation.place is None or not allocation.name:
             return NO_BLOCK, -1, -1
@@ -314,10 +315,8 @@ class _Compressor:
         return mode, allocation.place[0], block
 
     def _use(self, number: int) -> str:
-        """Made in forward and freed in backward.
-
-        Activation. Recomputed and freed by autograd: activation. Else temporary.
-        """
+        """The category of an unlabelled allocation: ``activation`` if it is made in forward and freed in backward, else
+        ``temporary``."""
         made_at, freed_at = self.made_at[number], self.freed_at.get(number)
         if freed_at is None:
             return "temporary"
@@ -325,7 +324,7 @@ class _Compressor:
         return "activation" if crosses else "temporary"
 
     def _name(self, number: int) -> int:
-        """Index of the name an allocation has across pieces, relative to its block; -1 for none."""
+        """The index of an allocation's name, relative to its block, by which other pieces refer to it; -1 for none."""
         allocation = self.recording.allocations[number]
         name = allocation.name
         if allocation.place is not None and name:
@@ -336,7 +335,7 @@ class _Compressor:
         return self.names.setdefault(name, len(self.names)) if name else -1
 
     def _free(self, number: int, stretch: _Stretch, walk: _Walk) -> Event:
-        """A free by address, not counted back yet, or by name of what another piece allocated."""
+        """A free by address, whose section is still absolute, or by name if another piece allocated it."""
         allocation = self.recording.allocations[number]
         if number not in self.address:
             category = CATEGORIES.index(allocation.category or self._use(number))
@@ -349,7 +348,7 @@ class _Compressor:
         return Free(section, *self._block(place, stretch, walk), position)
 
     def _block(self, place: Place, stretch: _Stretch, walk: _Walk) -> tuple[int, int]:
-        """(mode, block) of the address of a block, as seen from a stretch."""
+        """(mode, block) that addresses a block from a stretch: relative in a sweep, else from the first or last."""
         run, block = place
         if walk.run == run and walk.step and stretch.place is not None:
             return RELATIVE, block - stretch.place[1]
@@ -359,7 +358,7 @@ class _Compressor:
         return (FROM_FIRST, block) if block < self.head else (FROM_LAST, block - count)
 
     def _work(self, costs: list[OpCost]) -> list[OperatorWork]:
-        """What the operators of a stretch compute and move, merged by kind and exponents; the launches come last."""
+        """The work of a stretch's operators, merged by kind and exponents; the number of kernel launches comes last."""
         merged: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
         for cost in costs:
             kind = KINDS.index(cost.kind)

@@ -1,8 +1,8 @@
-"""What fake tensors forget: which of them hold one number throughout.
+"""Tracks which fake tensors are filled with one number, which the fake mode does not know.
 
-Some models pick tokens by a mask (Mochi, HunyuanVideo 1.5), so that sizes depend on numbers, and a fake tensor has
-none. A recording is made with prompts that fill their masks and with conditions that are absent (all zero): this
-follows such constants through the few operators in between, and answers in place of the fake mode where it cannot.
+Some models select tokens by a mask (Mochi, HunyuanVideo 1.5), so that sizes depend on values, and a fake tensor has
+none. Recordings use prompts that fill their masks and conditions that are absent (all zero). This module propagates
+such constants through the few operators in between, and answers where the fake mode cannot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainers.recording.repeated_calls import CALLS
 
 FILLED = {"aten.ones": 1, "aten.ones_like": 1, "aten.zeros": 0, "aten.zeros_like": 0}
 COPIES = frozenset({"aten._to_copy", "aten.clone"})
-"""Operators whose output holds the number their input holds. Views share its storage, and need no entry."""
+"""Operators that copy their input's numbers. Views share the input's storage, and need no entry."""
 
 
 @functools.cache
@@ -28,17 +28,17 @@ def written_arguments(func: Any) -> tuple[int, ...]:
 
 
 class Uniform:
-    """The storages of a recording that are known to hold one number throughout."""
+    """The storages of a recording that are known to be filled with one number."""
 
     def __init__(self) -> None:
         self._number: dict[int, int] = {}
 
     def of(self, tensor: object) -> int | None:
-        """The number a tensor holds throughout; None when that is not known."""
+        """The number that a tensor is filled with; None if that is not known."""
         return self._number.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
 
     def number(self, tensor: Tensor) -> int | None:
-        """The number in a tensor of one, where that is known."""
+        """The value of a tensor with one element; None if that is not known."""
         return self.of(tensor)
 
     def forget(self, storage: int) -> None:
@@ -46,8 +46,8 @@ class Uniform:
         self._number.pop(storage, None)
 
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """``func(*args, **kwargs)``, with sizes and truths that depend on known numbers."""
-        if places := written_arguments(func):  # what is left to its default is not written to
+        """``func(*args, **kwargs)``; results that depend on values follow from the known numbers."""
+        if places := written_arguments(func):  # an argument left to its default is not written to
             for tensor in tree_leaves([args[position] for position in places if position < len(args)]):
                 if isinstance(tensor, Tensor):
                     self.forget(tensor.untyped_storage()._cdata)
@@ -81,7 +81,7 @@ class Uniform:
         return out
 
     def follow_mask(self, name: str, args: Any, out: Any) -> None:
-        """Notes what is made of masks on the way to the number of tokens they leave: parts joined, and the sum."""
+        """Also follows operators by which code counts the tokens of a mask: concatenation and sum."""
         if name in ("aten.new_ones", "aten.new_zeros"):
             self._note(out, int(name == "aten.new_ones"))
         elif name == "aten.cat":
@@ -92,8 +92,8 @@ class Uniform:
             self._note(out, number * (args[0].numel() // max(1, out.numel())))
 
     def _indices(self, index: Tensor | None) -> list[Tensor | None]:
-        """A mask as numbers along each of its dimensions, which is what CUDA makes of it
-        (ATen/native/IndexingUtils.h)."""
+        """A boolean mask as index tensors, one for each of its dimensions, as CUDA expands it
+        (ATen/native/IndexingUtils.h); any other index unchanged."""
         number = self.of(index)
         if index is None or index.dtype != torch.bool or number is None:
             return [index]

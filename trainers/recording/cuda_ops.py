@@ -1,10 +1,10 @@
-"""Where CUDA differs from what fake CPU tensors do, and switches that make the recorder behave like CUDA.
+"""The differences between CUDA and fake CPU tensors, and contexts that make the recorder behave like CUDA.
 
-Two kinds of difference; that nothing else differs is said, operator by operator, in `trainers.recording.op_table`:
+There are two kinds; `trainers.recording.op_table` says, operator by operator, that nothing else differs:
 
-* **Dispatch**: operators whose CUDA path is another operator: autocast's op lists, attention, dropout, RMSNorm.
+* **Dispatch**: operators that run as other operators on CUDA: autocast's lists, attention, dropout, RMSNorm, GroupNorm.
   ``cuda_semantics`` installs CUDA's behaviour on the CPU dispatch keys while a recording runs.
-* **Workspace**: memory a CUDA kernel takes and gives back inside one operator (``workspaces``).
+* **Workspace**: memory that a CUDA kernel allocates and frees inside one operator (``workspaces``).
 """
 
 from __future__ import annotations
@@ -92,16 +92,17 @@ def _autocast_kernel(op: Any, kind: str) -> Callable[..., Any]:
 
 
 def cuda_lists(rms_norm_in_fp32: bool = True) -> dict[str, set[str]]:
-    """CUDA's autocast lists, with RMSNorm among what is cast to fp32 since torch 2.12, or without."""
+    """CUDA's autocast lists. ``rms_norm_in_fp32``: with RMSNorm in the fp32 list, as since torch 2.12."""
     lists = autocast_lists()
     lists["fp32"] = lists["fp32"] - {"rms_norm"} | ({"rms_norm"} if rms_norm_in_fp32 else set())
     return lists
 
 
 def install_autocast(library: torch.library.Library, lists: Mapping[str, Collection[str]]) -> None:
-    """A device's autocast on the CPU key, by its ``lists`` (see `autocast_lists`).
+    """Installs a device's autocast on the CPU key. ``lists``: as from `autocast_lists`.
 
-    The lower-precision list keeps torch's own kernel: it owns the weight-cast cache.
+    Operators of the lower-precision list that CPU autocast knows keep torch's kernel, which owns the cache of cast
+    weights.
     """
     cpu = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")}
     listed = set[str]().union(*lists.values())
@@ -123,8 +124,8 @@ MASK_ALIGNMENT = 8
 
 
 def _mask_of_numbers(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What a mask becomes beside queries of a dtype: a boolean one numbers. The two that it is made of are gone before
-    attention begins. Raises a RuntimeError for one of another dtype, as torch does (attention.cpp,
+    """The mask that attention gets: a boolean one becomes one of numbers in the queries' dtype, whose temporaries are
+    freed before attention begins. Raises a RuntimeError for a mask of another dtype, as torch does (attention.cpp,
     validate_sdpa_input)."""
     if mask is None or mask.dtype in (torch.float32, dtype):
         return mask
@@ -137,23 +138,28 @@ def _mask_of_numbers(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 class CudaAttention:
     """``scaled_dot_product_attention`` as CUDA runs it: flash without a mask, memory-efficient with one or in fp32.
 
-    Shapes (B, heads, S, head size). Both save q, k, v, the output and a logsumexp in fp32. cuDNN attention saves the
-    same (ATen/native/transformers/cuda/sdp_utils.cpp, attention.cu). A boolean mask becomes one of numbers (torch 2.6
-    and newer: ATen/native/transformers/attention.cpp, convert_boolean_attn_mask). For memory-efficient attention a
-    mask whose rows are not a multiple of 8 elements is then copied into padded rows (pad_bias), and the copy is what is
-    saved: at most B * S * 16 bytes for masks of one row, left out; as large as the mask for one of S rows. cuDNN takes
-    it as it is, see `planner.layout.attention_kernel`. Fewer heads of keys than of queries are taken by flash and cuDNN
-    alone (check_batch_size_and_num_heads_dense in sdp_utils_cpp.h), and with a mask by cuDNN alone: it runs where torch
-    puts it first, which is what is recorded with ``cudnn``, and elsewhere the plain way, as does what has no axis of
-    heads (check_tensor_shapes, likewise). Of heads whose size is no multiple of 16 bytes flash takes padded copies
-    (attention.cpp, pad_last_dim), and memory-efficient attention none at all (sdp_utils.cpp,
-    check_head_dim_size_mem_efficient).
+    Shapes (B, heads, S, head size). Both save q, k, v, the output and a logsumexp in fp32; cuDNN attention saves the
+    same (ATen/native/transformers/cuda/sdp_utils.cpp, attention.cu).
+
+    Masks. A boolean mask becomes one of numbers (torch 2.6 and newer: ATen/native/transformers/attention.cpp,
+    convert_boolean_attn_mask). For memory-efficient attention a mask whose rows are not a multiple of 8 elements is
+    then copied into padded rows (pad_bias), and the copy is saved: at most B * S * 16 bytes for a mask of one row,
+    which is left out; as large as the mask for one of S rows. cuDNN uses the mask directly, see
+    `planner.layout.attention_kernel`.
+
+    Grouped queries (fewer heads of keys than of queries). Only flash and cuDNN support them
+    (check_batch_size_and_num_heads_dense in sdp_utils_cpp.h), with a mask only cuDNN. It runs on cards where torch
+    prefers it, which ``cudnn`` records; on others the math path runs, as it does for tensors without an axis of heads
+    (check_tensor_shapes, in the same file).
+
+    Head sizes. If a head is not a multiple of 16 bytes, flash makes padded copies (attention.cpp, pad_last_dim), and
+    memory-efficient attention does not run (sdp_utils.cpp, check_head_dim_size_mem_efficient).
     """
 
     def __init__(self, cudnn: bool = False) -> None:
         self.cudnn = cudnn
         self.differs_by_card = False
-        """whether there was a call that cuDNN takes in 16 bits, and that elsewhere goes the plain way"""
+        """whether there was a call that runs on cuDNN in 16 bits on some cards, and on the math path on others"""
 
     def __call__(
         self,
@@ -196,14 +202,14 @@ class CudaAttention:
 
 
 CUDNN_HEAD_SIZE = 128
-"""The largest head that cuDNN's attention takes on every card; on Hopper alone it takes up to 256 (ATen/native/
+"""The largest head size that cuDNN's attention supports on every card; on Hopper it supports up to 256 (ATen/native/
 transformers/cuda/sdp_utils.cpp, check_cudnn_tensor_shapes)."""
 
 
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None, aligned: int
 ) -> Tensor:
-    """Flash attention, of heads that are padded where their size is no multiple of ``aligned``."""
+    """Flash attention; heads whose size is not a multiple of ``aligned`` are padded."""
     flash: Callable[..., Sequence[Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention
     size = query.shape[-1]
     if not size % aligned:
@@ -248,8 +254,8 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    """``aten::group_norm`` as CUDA dispatches it: an input (N, C, ...) that is channels last is copied first, the copy
-    is what is saved, and the output is contiguous as well. The CPU norms it as it lies (native/group_norm.cpp)."""
+    """``aten::group_norm`` as CUDA dispatches it: a channels-last input (N, C, ...) is copied first, the copy is saved,
+    and the output is contiguous too. The CPU normalises it in its own layout (native/group_norm.cpp)."""
     value = value.contiguous()
     samples, channels, *sides = value.shape
     normed: Callable[..., Sequence[Tensor]] = torch.ops.aten.native_group_norm
@@ -258,8 +264,8 @@ def group_norm(
 
 @contextlib.contextmanager
 def semantics(lists: Mapping[str, Collection[str]], kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """While open, CPU tensors take a device's path: its autocast ``lists``, and ``kernels`` by operator in place of the
-    CPU's."""
+    """A context in which CPU tensors take another device's path: its autocast ``lists``, and its ``kernels`` by
+    operator."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel we replace
@@ -283,11 +289,11 @@ def semantics(lists: Mapping[str, Collection[str]], kernels: Mapping[str, Callab
 def cuda_semantics(
     fused_rms_norm: bool = True, rms_norm_in_fp32: bool = True, cudnn: bool = False
 ) -> Iterator[CudaAttention]:
-    """While open, CPU tensors take CUDA's path through autocast, attention, dropout, GroupNorm and RMSNorm; yields what
-    attention met. ``cudnn``: where that kernel runs, of an `CudaAttention` that differs by card.
+    """A context in which CPU tensors take CUDA's path through autocast, attention, dropout, GroupNorm and RMSNorm;
+    yields the `CudaAttention`. ``cudnn``: as on cards where torch prefers cuDNN's attention.
 
-    ``fused_rms_norm=False`` records what torch before 2.9 did, which had no fused kernel; ``rms_norm_in_fp32=False``
-    what it did before 2.12, where autocast left RMSNorm in the format of its input.
+    ``fused_rms_norm=False``: as in torch before 2.9, which had no fused kernel. ``rms_norm_in_fp32=False``: as before
+    2.12, when autocast left RMSNorm in the dtype of its input.
     """
     attention = CudaAttention(cudnn)
     kernels: dict[str, Callable[..., Any]] = {
@@ -311,10 +317,11 @@ def _round_up(value: int, multiple: int) -> int:
 def flash_backward(args: tuple[Any, ...]) -> list[Workspace]:
     """FlashAttention-2 backward: fp32 dq accumulator and row sums, on query rows rounded up to 128.
 
-    flash-attention csrc/flash_attn/flash_api.cpp, mha_bwd: dq_accum (B, S, heads, D rounded to 32), softmax_d (B,
-    heads, S). Where several heads of queries share one of keys, dk and dv are made for each and then summed
-    (dk_expanded, dv_expanded). cuDNN rounds nothing, but takes no keys of one row and no batch above `CUDNN_SAMPLES`
-    (ATen/native/transformers/cuda/sdp_utils.cpp, check_cudnn_tensor_shapes; seen on a virtual H200 under torch 2.13).
+    flash-attention csrc/flash_attn/flash_api.cpp, mha_bwd: dq_accum (B, S, heads, D rounded up to 32), softmax_d (B,
+    heads, S). If several query heads share a key head, dk and dv are made for each query head and then summed
+    (dk_expanded, dv_expanded). cuDNN does not round, but does not support keys of one row or batches above
+    `CUDNN_SAMPLES` (ATen/native/transformers/cuda/sdp_utils.cpp, check_cudnn_tensor_shapes; seen on a virtual H200
+    under torch 2.13).
     """
     query, key = args[1], args[2]
     batch, heads, rows, size = query.shape
@@ -329,8 +336,8 @@ def flash_backward(args: tuple[Any, ...]) -> list[Workspace]:
 
 
 def efficient_forward(args: tuple[Any, ...]) -> list[Workspace]:
-    """Memory-efficient attention of heads above 128 in 16 bits: the output once more in fp32, in which parts of it add
-    up (mem_eff_attention/kernel_forward.h, kNeedsOutputAccumulatorBuffer). The middle of most VAEs is one wide head."""
+    """Memory-efficient attention with heads above 128 in 16 bits: an accumulator of the output in fp32
+    (mem_eff_attention/kernel_forward.h, kNeedsOutputAccumulatorBuffer). Most VAEs have attention with one wide head."""
     query, value = args[0], args[2]
     batch, heads, rows, _ = query.shape
     size = value.shape[-1]
@@ -354,9 +361,9 @@ def efficient_backward(args: tuple[Any, ...]) -> list[Workspace]:
 
 
 def cudnn_backward(args: tuple[Any, ...]) -> list[Workspace]:
-    """cuDNN's attention backward: row sums and a dq accumulator in fp32. Heads that share keys need nothing more
+    """cuDNN's attention backward: row sums and a dq accumulator in fp32. Query heads that share a key head need no more
     (NVIDIA/cudnn-frontend include/cudnn_frontend/node/scaled_dot_product_flash_attention.h: softmax_sum_size and
-    dQ_accum_size, and dK_fullhead, which is virtual)."""
+    dQ_accum_size; dK_fullhead is virtual)."""
     batch, heads, rows, size = args[1].shape
     return [("any", (4, batch, heads, rows)), ("any", (4, batch, heads, rows, size))]
 
@@ -368,12 +375,12 @@ def softmax_backward(args: tuple[Any, ...]) -> list[Workspace]:
 
 
 def gemm_4bit(args: tuple[Any, ...]) -> list[Workspace]:
-    """bitsandbytes' 4-bit matrix product: a copy of the weight in the input's dtype and a plain product, and before
-    that, under double quantisation, the blocks' constants in fp32, without and with their mean.
+    """bitsandbytes' 4-bit matrix product: a copy of the weight in the input's dtype for a plain product, and under
+    double quantisation also the blocks' constants in fp32, without and with their mean added.
 
-    bitsandbytes/backends/cuda/ops.py, _dequant_linear_fallback. Up to 4 rows a fused kernel does without, on every card
-    (_GEMM_4BIT_CUSTOM_FLOOR_M): a product of one row a sample, as of time embeddings. Up to 1536 rows it may, by card
-    and shape, which is not modelled: short prompts.
+    bitsandbytes/backends/cuda/ops.py, _dequant_linear_fallback. For up to 4 rows a fused kernel needs no copy, on every
+    card (_GEMM_4BIT_CUSTOM_FLOOR_M): products with one row per sample, such as time embeddings. For up to 1536 rows
+    (short prompts) that depends on card and shape, and is not modelled.
     """
     rows, columns = args[2]
     if args[0].numel() // args[0].shape[-1] in ONE_ROW_A_SAMPLE:
@@ -386,13 +393,13 @@ def gemm_4bit(args: tuple[Any, ...]) -> list[Workspace]:
 
 
 ONE_ROW_A_SAMPLE = (1, 2, 3, 4, 1009)
-"""Rows of a product with one for every sample: a fused kernel's, or as many as a recording at any batch has
-(`trainers.recording.tapes.PRIMES`)."""
+"""Numbers of rows of products with one row per sample: those of the fused kernel, and the batch of a recording that is
+valid for any batch (`trainers.recording.tapes.PRIMES`)."""
 
 
 class Rounded(int):
-    """A dimension rounded up: remembers the exact one and the multiple, so that a tape can keep it symbolic, and the
-    batch on which it depends whether a card's kernel rounds; 0 where it does not."""
+    """A dimension rounded up. Keeps the exact dimension and the multiple, so that a tape can keep it symbolic, and in
+    ``samples`` the batch if it depends on the batch whether a card's kernel rounds, else 0."""
 
     exact: int
     multiple: int
@@ -415,10 +422,10 @@ WORKSPACES: dict[str, Callable[[tuple[Any, ...]], list[Workspace]]] = {
 
 
 BEFORE_OUTPUTS = frozenset({"bitsandbytes.gemm_4bit"})
-"""Operators that take their workspaces first, and their outputs beside them."""
+"""Operators that allocate their workspaces before their outputs."""
 
 LAST_OUTPUT_FIRST = frozenset({"bitsandbytes.quantize_4bit"})
-"""Operators that allocate their outputs in the other order: the blocks' constants before the packed weight
+"""Operators that allocate their outputs in reverse order: the blocks' constants before the packed weight
 (bitsandbytes/backends/cuda/ops.py)."""
 
 
@@ -430,7 +437,7 @@ def workspaces(op: str, args: tuple[Any, ...]) -> list[Workspace]:
 
 
 def rounded_output(op: str, position: int, shape: tuple[int, ...], args: tuple[Any, ...]) -> Rounded | None:
-    """The dimension of an output that a kernel rounds up, so that it no longer shows the shape's atoms.
+    """The dimension of an output that a kernel rounds up, so that its size does not show the shape's atoms.
 
     Memory-efficient attention pads its logsumexp to 32 rows (kAlignLSE, mem_eff_attention/kernel_forward.h), and the
     rows of its mask to 8 elements.

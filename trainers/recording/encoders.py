@@ -1,6 +1,7 @@
-"""Records text encoders (and those of images and sound): loading, and the forward as pipelines call it.
+"""Records text, image and sound encoders: loading them, and their forward as pipelines call it.
 
-A layer is to their tape what a block is to a model's. T5 and CLIP are called without a mask, as most pipelines do.
+On their tapes, layers have the role that blocks have on a model's tape. T5 and CLIP are called without a mask, as most
+pipelines do.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ from trainers.recording.recorder import RawRecording
 RECORDED_LAYERS = HEAD + TAIL + 2
 BATCH = 521
 LENGTHS = (523, 251, 73)
-"""Tokens to record at: the first that the encoder's table of positions holds."""
+"""Prompt lengths to record at, in order of preference: the first that the encoder's table of positions holds is used.
+"""
 
 ALIGNED, BEYOND_WINDOW = 8 * 67, 8 * 131
-"""Likewise of encoders that mask some pairs, of prompts that are always a multiple of 8 long: such rows of a mask are
-taken as they are, others copied (attention.cu, pad_bias). Gemma's reach the end of its sliding window, from where on it
-has a second mask. T5 is asked for 226 tokens by one model and 512 by others: its tape copies."""
+"""Prompt lengths to record encoders at that use a mask, where prompts are always padded to a multiple of 8: rows of
+such a mask are used as they are, others are copied (attention.cu, pad_bias). Gemma's length reaches beyond its sliding
+window, from where on it has a second mask. T5 is called with 226 tokens by one model and 512 by others, so its tape has
+the copy."""
 
 
 def encoder_class(encoder: TextEncoder) -> Any:
-    """The class of a text encoder: transformers', else diffusers'. A VplanError where the package has none."""
+    """The class of a text encoder, in transformers or diffusers. Raises a VplanError if the package lacks it."""
     kind = getattr(import_module(encoder.traits.package), encoder.class_name, None)
     if kind is None:
         raise VplanError(f"transformers has no {encoder.class_name}", "update it: pip install -U transformers")
@@ -44,12 +47,13 @@ def encoder_class(encoder: TextEncoder) -> Any:
 
 
 def of_diffusers(encoder: TextEncoder) -> bool:
-    """Whether a text encoder is a part of diffusers' own, built and called otherwise than transformers'."""
+    """Whether a text encoder is a class of diffusers, which is built and called differently from transformers'."""
     return encoder.traits.package.startswith("diffusers")
 
 
 def text_encoder(encoder: TextEncoder, layers: int | None = None) -> nn.Module:
-    """The encoder on the meta device, with as many layers as asked for."""
+    """The encoder on the meta device. ``layers``: the most layers to build; None: all. Ignored for diffusers'
+    classes."""
     model_class = encoder_class(encoder)
     config = copy.deepcopy(encoder.config)
     with init_empty_weights():
@@ -79,7 +83,7 @@ def record_text_encoder(
 def forward(
     encoder: TextEncoder, model: nn.Module, size: tuple[int, int], dtype: torch.dtype, device: torch.device | str
 ) -> Callable[[], Tensor | list[Tensor]]:
-    """A call of the encoder as pipelines make it, of (prompts, tokens) ``size``; it returns what they keep."""
+    """A function that calls the encoder as pipelines do and returns what they keep. ``size``: (prompts, tokens)."""
     config, states, (batch, tokens) = encoder.config, encoder.traits.states, size
 
     def see() -> Tensor:
@@ -87,7 +91,7 @@ def forward(
         image_states: Tensor = model(pixel_values=pixels).last_hidden_state
         return image_states
 
-    def hear() -> Tensor:  # 30 seconds at a time, whatever is asked; the decoder waits in vain
+    def hear() -> Tensor:  # always 30 seconds; the model's decoder is loaded but not called
         shape = batch, config["num_mel_bins"], 2 * config["max_source_positions"]
         features = torch.zeros(shape, dtype=dtype, device=device)
         sound_states: Tensor = model.get_submodule("encoder")(features).last_hidden_state
@@ -119,7 +123,7 @@ def forward(
         layers = outputs.hidden_states[-states.stacked :] if states.stacked > 0 else outputs.hidden_states
         layers = [normalised(layer) for layer in layers] if states.normalised else list(layers)
         joined = torch.stack(layers, dim=states.dim)
-        # beside each other behind every token: a copy, when they were joined in front of the tokens
+        # layers side by side for every token: needs a copy if they were stacked on an axis in front of the tokens
         return joined.permute(0, 2, 1, 3).flatten(2) if states.dim == 1 else joined
 
     if encoder.sees:
@@ -132,7 +136,8 @@ def forward(
 
 
 def normalised(states: Tensor) -> Tensor:
-    """A layer's states with mean 0 and deviation 1 (diffusers pipelines/cosmos/pipeline_cosmos2_5_predict.py)."""
+    """A layer's states, normalised to mean 0 and standard deviation 1 (diffusers
+    pipelines/cosmos/pipeline_cosmos2_5_predict.py)."""
     return (states - states.mean(dim=-1, keepdim=True)) / (states.std(dim=-1, keepdim=True) + 1e-8)
 
 
@@ -140,8 +145,8 @@ def text_tape(encoder: TextEncoder, dtype: str) -> Tape:
     """Records one call of a text encoder with weights of `dtype`, as a tape."""
     states = encoder.traits.states
     full = text_encoder(encoder)
-    # What is joined depends on the depth, and layers that alternate (Gemma 2's, every second of which looks through a
-    # window) are no middle that repeats.
+    # Recorded at full depth: how many states are joined depends on the depth, and layers that alternate (in Gemma 2
+    # every second one has a sliding window) do not repeat one middle layer.
     whole = bool(states and states.stacked) or len(set(getattr(full.config, "layer_types", None) or ())) > 1
     tokens, regime = _length(encoder)
     recording = record_text_encoder(encoder, dtype, BATCH, tokens, None if whole else RECORDED_LAYERS)
@@ -152,9 +157,9 @@ def text_tape(encoder: TextEncoder, dtype: str) -> Tape:
 
 
 def _length(encoder: TextEncoder) -> tuple[int, dict[str, int]]:
-    """(tokens to record at, what the tape holds fixed).
+    """(tokens to record at, the atoms that the tape fixes).
 
-    Connectors fill prompts up, with registers or zeros, so theirs is the length of all prompts.
+    Connectors pad prompts with registers or zeros to their full length, so that length is fixed.
     """
     if of_diffusers(encoder):
         return encoder.max_tokens, {"T": encoder.max_tokens}

@@ -1,4 +1,4 @@
-"""Sizes as products of the shape's atoms, read from a recording in which every atom is a prime of its own."""
+"""Factorises sizes into the atoms of the shape, from a recording in which every atom is a different prime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Factoriser:
         """size -> its index in the tape's table"""
 
     def factor(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """(coefficient, exponent of each atom) whose product is the number. An atom at 1 has the exponent 0."""
+        """(coefficient, exponent of each atom) of a number. Atoms that are 1 have the exponent 0."""
         exponents = []
         for prime in self.atoms.values():
             exponent = 0
@@ -29,8 +29,10 @@ class Factoriser:
 
     def size(self, nbytes: int, rounded: tuple[int, int, int] | None = None, samples: int = 0) -> int:
         """The index of a size in the tape's table. ``rounded``: (exact, multiple, rounded up) of one dimension.
-        ``samples``: the batch of an attention that is only rounded for where cuDNN does not take so many. Batches of
-        samples and frames alone it takes always."""
+
+        ``samples``: the batch of an attention whose rows are rounded up only if the batch is too large for cuDNN
+        (`CUDNN_SAMPLES`); 0 if they are always rounded. A batch that counts only samples and frames never is too large.
+        """
         if rounded is None:
             return self._index(Monomial(*self.factor(nbytes)))
         exact, multiple, up = rounded

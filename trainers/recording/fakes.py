@@ -1,4 +1,4 @@
-"""What Python code does to fake CPU tensors is made what it does to real CUDA ones, while a recording runs."""
+"""Patches that make Python code treat fake CPU tensors as it treats real CUDA tensors, while a recording runs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 READS = frozenset(getattr(torch.ops.aten, name).default for name in ("item", "is_nonzero", "_local_scalar_dense"))
-"""Operators that tell the host a number, which no fake tensor has. Prodigy asks for two a parameter, and whether it is
-all zero: then it keeps one zero in place of the weights it began at. An adapter's second matrix is, and is recorded as
-if it were not; `planner.layout.optimizer.zero_starts` takes that copy out."""
+"""Operators that return a value to the host, which no fake tensor has. Prodigy reads two for each parameter, and
+whether the parameter is all zero: if so, Prodigy keeps a single zero instead of a copy of the initial weights. An
+adapter's second matrix is all zero but is recorded with a copy, which `planner.layout.optimizer.zero_starts` drops."""
 
 
 def read(tensor: Tensor) -> float:
-    """The number to use where code reads the value of a fake tensor, which has none; what is allocated hardly depends
-    on it."""
+    """The value returned to code that reads a fake tensor, which has none; allocations hardly depend on it."""
     return 1.0 if tensor.is_floating_point() else 1
 
 
 def converted_in_place() -> contextlib.AbstractContextManager[None]:
-    """``Module.to`` gives a parameter new data, and lets go of the old unless autograd kept it.
+    """A context in which ``Module.to`` replaces the data of parameters, as it does for real ones.
 
-    Fake parameters it would swap instead, which layerwise casting cannot do in the middle of a forward.
+    The data of fake parameters would be swapped instead, which does not work for layerwise casting in the middle of a
+    forward.
     """
     return _patched(nn.Module, "_apply", _apply)
 
@@ -44,23 +44,23 @@ def _apply(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool
 
 
 def autocast_asked_of_cpu() -> contextlib.AbstractContextManager[None]:
-    """``torch.is_autocast_enabled()`` asks about CUDA when it is not told a device.
+    """A context in which ``torch.is_autocast_enabled()`` without a device is about the CPU instead of CUDA.
 
-    peft's 4-bit layers decide by it whether to cast their input to the adapter's dtype.
+    peft's 4-bit layers use it to decide whether to cast their input to the adapter's dtype.
     """
     is_enabled = torch.is_autocast_enabled
     return _patched(torch, "is_autocast_enabled", lambda device="cpu": is_enabled(device))
 
 
 def autocast_to_fp32() -> contextlib.AbstractContextManager[None]:
-    """``torch.autocast`` to fp32 as CUDA has it, which casts weights in 16 bits up: on the CPU it turns itself off
-    (torch/amp/autocast_mode.py, ``supported_dtype``)."""
+    """A context in which ``torch.autocast`` to fp32 works as on CUDA, where it casts 16-bit weights up; on the CPU it
+    would disable itself (torch/amp/autocast_mode.py, ``supported_dtype``)."""
     cls = torch.amp.autocast_mode.autocast
     make = cls.__init__
 
     def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it turns itself off
+            warnings.simplefilter("ignore", UserWarning)  # "... is not supported. Disabling autocast."
             make(self, device_type, dtype, enabled, *args, **kwargs)
         if dtype is torch.float32:
             self._enabled = enabled
@@ -69,21 +69,22 @@ def autocast_to_fp32() -> contextlib.AbstractContextManager[None]:
 
 
 def dropout(value: Tensor, p: float, train: bool) -> Tensor:
-    """``aten::dropout`` as CUDA trains with it: one fused operator that keeps a mask of a byte per number, where the
-    CPU keeps noise in the input's format (native/Dropout.cpp, is_fused_kernel_acceptable)."""
+    """``aten::dropout`` as CUDA runs it in training: a fused operator that saves a mask of one byte per element. The
+    CPU saves noise in the input's dtype (native/Dropout.cpp, is_fused_kernel_acceptable)."""
     return torch.ops.aten.native_dropout(value, p, train)[0] if train and 0 < p < 1 else value
 
 
 @contextlib.contextmanager
 def views_as_eagerly() -> Iterator[None]:
-    """Views of fake tensors have the strides that those of real ones have.
+    """A context in which views of fake tensors have the same strides as views of real tensors.
 
-    They differ where a dimension has one element, a batch of one sample: a view of (1, rows, channels) as an image is
-    channels last to the fake mode (torch/_refs, ``_reshape_view_helper``), but not to ``cat``, which joins two real
-    ones (ATen/TensorUtils.cpp, computeStride) to a contiguous one: the norm behind it has nothing to copy.
+    They differ if a dimension has one element, as in a batch of one sample. A view of (1, rows, channels) as an image
+    is channels last in the fake mode (torch/_refs, ``_reshape_view_helper``). A real one is not
+    (ATen/TensorUtils.cpp, computeStride), so ``cat`` joins two of them to a contiguous tensor, and the following norm
+    has nothing to copy.
     """
     view = torch.ops.aten.view.default
-    of_the_fake_mode = op_implementations_dict.pop(view)  # without it torch asks the operator itself
+    of_the_fake_mode = op_implementations_dict.pop(view)  # without it torch runs the operator's own meta kernel
     FakeTensorMode.cache_clear()
     try:
         yield
@@ -96,11 +97,12 @@ ARITHMETIC = frozenset(getattr(torch.ops.aten, name).Tensor for name in ("add", 
 
 
 def with_number(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """The result of arithmetic between one image that is channels last and a number, with the strides of a real one.
+    """Corrects the strides of a result of arithmetic between a number and a single channels-last image.
 
-    The number is an operand without dimensions, so that TensorIterator leaves the stride that a batch of one sample has
-    (ATen/TensorIterator.cpp, ``compute_fast_setup_type``); the fake mode makes that of a batch (torch/_prims_common,
-    ``compute_elementwise_output_logical_to_physical_perm``). What follows is said in `views_as_eagerly`.
+    For a real tensor the number is an operand without dimensions, so TensorIterator keeps the stride of the batch
+    dimension (ATen/TensorIterator.cpp, ``compute_fast_setup_type``). The fake mode computes a new one
+    (torch/_prims_common, ``compute_elementwise_output_logical_to_physical_perm``). The consequence is the one described
+    in `views_as_eagerly`.
     """
     if func not in ARITHMETIC or not isinstance(args[1], int | float) or args[0].dim() != 4:
         return out

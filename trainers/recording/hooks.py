@@ -1,4 +1,4 @@
-"""Hooks that tell a recorder which block runs, and what a tensor it sees is."""
+"""Hooks that tell a recorder which block runs and what a tensor holds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class BlockListener(Protocol):
     phase: str
 
     def label(self, tensor: Tensor, category: str, name: str, place: Place | None = None) -> None:
-        """Sets category and name of a tensor's allocation, and its block where one is given."""
+        """Sets the category, name and block of a tensor's allocation."""
 
 
 def watch_blocks(model: nn.Module, recorder: BlockListener, places: dict[str, Place]) -> None:
-    """Hooks that keep ``recorder.place`` at the block that runs, forward and backward.
+    """Adds hooks that set ``recorder.place`` to the running block, in forward and backward.
 
-    A module of another list, run between blocks (an adapter), belongs to the block before it.
+    A module of another list that runs between blocks (an adapter) belongs to the block before it.
     """
 
     def entering(place: Place | None) -> Callable[..., None]:
@@ -57,7 +57,7 @@ def watch_blocks(model: nn.Module, recorder: BlockListener, places: dict[str, Pl
         block.register_forward_hook(leaving(place))
     for name, child in model.named_children():
         if name not in lists and not any(listed.startswith(f"{name}.") for listed in lists):
-            # a dict of modules is never called itself
+            # a ModuleDict itself is never called
             for called in child.children() if isinstance(child, nn.ModuleDict) else [child]:
                 called.register_forward_pre_hook(entering(None))
             for between in child if isinstance(child, nn.ModuleList) else ():
@@ -65,8 +65,8 @@ def watch_blocks(model: nn.Module, recorder: BlockListener, places: dict[str, Pl
 
 
 def watch_casts(model: nn.Module, recorder: BlockListener, places: dict[str, Place]) -> None:
-    """Adds hooks for layerwise casting, which stores a layer's weights again after its forward: they keep the labels of
-    the weights."""
+    """Adds hooks that label a layer's weights again after its forward, because layerwise casting allocates them anew
+    there."""
     from diffusers.hooks.layerwise_casting import _is_layerwise_casting_active
 
     def watch(name: str, module: nn.Module) -> None:

@@ -1,7 +1,8 @@
-"""What fake tensors forget: the numbers of masks and places that lengths of others are worked out by.
+"""Computes the real values of integer and boolean fake tensors on which the sizes of others depend.
 
-Qwen-Image-2.1 asks a mask which places of its sequence are the image's, how often each is repeated and where its image
-begins. Tensors of whole numbers and truths that come from nothing else are worked out here, beside the fake ones.
+Qwen-Image-2.1 reads from a mask which positions of its sequence are the image's, how often each is repeated and where
+its image begins. Integer and boolean tensors whose inputs are all known are computed here for real, next to the fake
+ones.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trainers.recording.constant_values import Uniform, written_arguments
 
 MOST = 1 << 23
-"""Numbers of the largest tensor that is worked out. Masks over all pairs of tokens have more, and no length depends on
+"""Elements of the largest tensor that is computed. Masks over all pairs of tokens have more, and no length depends on
 them."""
 
 WHOLE = (torch.bool, torch.int32, torch.int64)
 
 RANDOM = ("aten.empty", "aten.new_empty", "aten.rand")
-"""Beginnings of the names of operators that make numbers nobody can know."""
+"""Prefixes of operators whose values are undefined or random."""
 
 
 class _UnknownError(Exception):
-    """A number is asked for that is not known."""
+    """The values of a tensor are not known."""
 
 
 class KnownNumbers(Uniform):
-    """Follows numbers through every operator all of whose arguments are known, by the storages they are in."""
+    """Computes the values of every operator all of whose arguments are known, and keeps them by storage."""
 
     def __init__(self) -> None:
         super().__init__()
         self._numbers: dict[int, Tensor] = {}
-        """storage -> a real tensor with what is in it"""
+        """storage -> a real tensor with its values"""
 
     def number(self, tensor: Tensor) -> int | None:
-        """The number in a tensor of one, where that is known."""
+        """The value of a tensor with one element; None if that is not known."""
         real = self._known(tensor)
         if real is None:
             return super().number(tensor)
@@ -66,7 +67,7 @@ class KnownNumbers(Uniform):
         return out
 
     def _worked_out(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
-        """What an operator really makes: None where that is not known, is a view, or no tensor of whole numbers."""
+        """The real result of an operator; None if it is not known, is a view, or is no integer or boolean tensor."""
         given = tree_leaves((args, kwargs))
         if name.startswith(RANDOM) or not (kwargs.get("dtype") in WHOLE or any(map(_is_whole, given))):
             return None
@@ -99,7 +100,7 @@ class KnownNumbers(Uniform):
         return real
 
     def _real(self, value: Any) -> Any:
-        """An argument with its numbers. Raises an _UnknownError for a tensor whose numbers are not known."""
+        """An argument as a real tensor. Raises an _UnknownError for a tensor whose values are not known."""
         if not isinstance(value, Tensor):
             return value
         if not _is_whole(value) or value.numel() > MOST:

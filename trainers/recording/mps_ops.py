@@ -1,15 +1,17 @@
-"""Where MPS, PyTorch's backend for Apple's GPUs, runs a training step otherwise than CUDA; read at torch 2.13.
+"""How a training step on MPS, PyTorch's backend for Apple's GPUs, differs from one on CUDA; read at torch 2.13.
 
-* **Attention** is the math path: `_fused_sdp_choice` has no kernel for MPS (torchgen's native_functions.yaml), and the
-  one of `_scaled_dot_product_attention_math_for_mps` has no backward, so it runs without gradients alone
-  (ATen/native/transformers/attention.cpp). Scores of all heads are whole tensors in fp32, and their softmax is saved.
+* **Attention** takes the math path: `_fused_sdp_choice` has no kernel for MPS (torchgen's native_functions.yaml), and
+  `_scaled_dot_product_attention_math_for_mps` has no backward, so it runs only without gradients
+  (ATen/native/transformers/attention.cpp). The scores of all heads are whole tensors in fp32, and their softmax is
+  saved.
 * **RMSNorm** has no backward on MPS (native_functions.yaml, `_fused_rms_norm_backward`): with gradients it is several
-  operators in fp32, without it is one kernel (ATen/native/layer_norm.cpp, ``rms_norm_symint``).
-* **Autocast** casts what the operators registered for it do (ATen/autocast_mode.cpp), each as on CUDA; RMSNorm and the
-  interpolations are not among them.
-* **Workspaces** are Metal's own, not the allocator's. `_safe_softmax` is several operators on any device, seen as one.
+  operators in fp32, without them one kernel (ATen/native/layer_norm.cpp, ``rms_norm_symint``).
+* **Autocast** applies to the operators registered for it (ATen/autocast_mode.cpp), to each as on CUDA; RMSNorm and the
+  interpolations are not registered.
+* **Workspaces** are allocated by Metal, not by the allocator. `_safe_softmax`, which appears as one operator, makes
+  intermediate tensors on any device.
 
-Nothing else of what is recorded differs: the operators that make tensors are the same.
+Everything else that is recorded is the same as on CUDA.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from trainers.recording.cuda_ops import Workspace, autocast_lists, group_norm, s
 
 
 def mps_lists() -> dict[str, set[str]]:
-    """MPS autocast's operator lists: those of CUDA's that have a kernel there (ATen/autocast_mode.cpp)."""
+    """MPS autocast's operator lists: CUDA's, without operators that are not registered for MPS
+    (ATen/autocast_mode.cpp)."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastMPS")
     known = {name.removeprefix("aten::") for name in registered}
     return {kind: names & known for kind, names in autocast_lists().items()}
@@ -42,7 +45,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """``scaled_dot_product_attention`` as MPS runs it. Without gradients one kernel makes the output and the scores
-    (ATen/native/mps/operations/Attention.mm); what it takes beside them is Metal's own."""
+    (ATen/native/mps/operations/Attention.mm); its other memory is Metal's."""
     trains = query.requires_grad or key.requires_grad or value.requires_grad
     if not (torch.is_grad_enabled() and trains) and not dropout_p:
         scores = torch.empty(*query.shape[:-1], key.shape[-2], dtype=query.dtype, device=query.device)
@@ -73,8 +76,9 @@ def mps_semantics() -> AbstractContextManager[None]:
 
 
 def workspaces(op: str, args: tuple[Any, ...]) -> list[Workspace]:
-    """The buffers that an operator allocates inside and frees before it returns: of `_safe_softmax` the softmax before
-    rows without an open score are cleared, and which scores are blocked (ATen/native/transformers/attention.cpp)."""
+    """The buffers that an operator allocates inside and frees before it returns. Those of `_safe_softmax` are the
+    softmax before fully masked rows are cleared, and the mask of blocked scores
+    (ATen/native/transformers/attention.cpp)."""
     if op != "aten._safe_softmax":
         return []
     scores = args[0]

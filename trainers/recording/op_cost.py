@@ -1,4 +1,4 @@
-"""What one operator computes and moves: FLOPs by torch's own counters, bytes of the tensors it reads and writes."""
+"""The work of one operator: FLOPs by torch's own counters, and the bytes of the tensors that it reads and writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 class OpCost(NamedTuple):
-    """One operator's work. ``kind``: matmul, attention, convolution or pointwise; ``dtype``: of its arithmetic."""
+    """The work of one operator. ``kind``: matmul, attention, convolution or pointwise; ``dtype``: of its arithmetic."""
 
     kind: str
     dtype: str
@@ -19,7 +19,7 @@ class OpCost(NamedTuple):
 
 
 IDLE = frozenset({"_unsafe_view", "empty", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias"})
-"""Not ``empty_like``: in FusedRmsNorm it stands for what the kernel writes."""
+"""Operators that do no work. ``empty_like`` is not among them: in FusedRmsNorm it stands for the kernel's output."""
 
 
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -30,12 +30,12 @@ def cost_of(func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], o
     if not outputs or func.is_view or func.overloadpacket.__name__ in IDLE:
         return None
     name = func.overloadpacket.__name__
-    if name == "constant_pad_nd":  # it moves what it copies; a row rounded up would hide the shape's atoms
+    if name == "constant_pad_nd":  # the padded size would hide the shape's atoms; it writes about what it reads
         outputs = inputs
-    elif "efficient_attention" in name:  # likewise the logsumexp, which is rounded up and small
+    elif "efficient_attention" in name:  # without the logsumexp, whose rows are rounded up, and which is small
         inputs, outputs = ([tensor for tensor in side if tensor.ndim == 4] for side in (inputs, outputs))
     nbytes = tuple(tensor.numel() * tensor.element_size() for tensor in [*inputs, *outputs])
-    if name == "gemm_4bit":  # the weight is unpacked, written and read, then multiplied
+    if name == "gemm_4bit":  # the weight is dequantised (written, then read) and multiplied
         rows, columns = args[2]
         copy = 2 * rows * columns * args[0].element_size()
         return OpCost("matmul", HALVES.get(args[0].dtype, "fp32"), 2 * args[0].numel() * rows, (*nbytes, copy))

@@ -1,7 +1,7 @@
-"""Every operator that a tape may show, by what its CUDA kernel allocates.
+"""Every operator that may occur on a tape, classified by what its CUDA kernel allocates.
 
-``SAME`` lists the operators somebody looked at, ``KNOWN_SMALL`` and ``UNMODELLED`` those that take something inside
-that no tape holds; those whose workspace tapes do hold are in `trainers.recording.cuda_ops`. A test fails on any other.
+``SAME``: nothing but what the tape has. ``KNOWN_SMALL`` and ``UNMODELLED``: workspaces that tapes leave out. Operators
+whose workspace is on tapes are in `trainers.recording.cuda_ops`. A test fails on an operator that is in none of them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ VIEWS = _aten(
     "alias _conj detach diagonal expand lift_fresh permute select slice split split_with_sizes squeeze t transpose "
     "unbind _unsafe_view unsqueeze view view_as_complex view_as_real"
 )
-"""Take no memory: the output shares its input's storage on every device. A conjugate is a bit that the operator behind
-it resolves by a copy, which is on the tape (ATen/ConjugateFallback.cpp, no device has its own)."""
+"""Take no memory: the output shares its input's storage on every device. A conjugate is a bit on the tensor; the next
+operator resolves it with a copy, which is on the tape (ATen/ConjugateFallback.cpp, for every device)."""
 
 CREATED = _aten(
     "arange empty empty_like eye full full_like linspace new_empty new_empty_strided new_full new_ones new_zeros ones "
     "ones_like rand randint randn randn_like scalar_tensor zeros zeros_like"
 )
-"""Take their output and nothing else. Random numbers come from a Philox counter that is passed by value
+"""Allocate their output and nothing else. Random numbers come from a Philox counter that is passed by value
 (aten/src/ATen/cuda/CUDAGeneratorImpl.h)."""
 
 POINTWISE = _aten(
@@ -39,7 +39,7 @@ POINTWISE = _aten(
 )
 """One TensorIterator loop, which casts and broadcasts while it reads (aten/src/ATen/native/cuda/Loops.cuh); dropout
 and its mask are one kernel too (native/cuda/Dropout.cu). A copy needs a buffer only between devices (Copy.cu,
-copy_requires_temporaries), and a step has none."""
+copy_requires_temporaries), and a step has no such copies."""
 
 MOVES = _aten(
     "avg_pool2d avg_pool3d cat constant_pad_nd cumprod cumsum diag_embed embedding gather index index_add index_copy "
@@ -47,42 +47,45 @@ MOVES = _aten(
     "replication_pad1d_backward replication_pad3d scatter scatter_reduce_ select_backward slice_backward stack tril "
     "triu upsample_nearest2d_backward"
 )
-"""Write their output once. cat passes addresses as kernel arguments (Shape.cu, CatArrayBatchedCopy); index is with a
-few integers or the row numbers of a mixture's experts here, never a mask; the backwards of select and slice are zeros
-and a copy into them; scatter is a copy and numbers put into it; cumprod runs over a schedule of 1000 numbers; rows
-are taken, put, filled and added up by their numbers (native/cuda/Indexing.cu, IndexKernel.cu); padding, pooling and
-embedding compute each output from few inputs; pixels are shuffled by one copy between two views
-(native/PixelShuffle.cpp, math_pixel_shuffle)."""
+"""Write their output once. cat passes addresses as kernel arguments (Shape.cu, CatArrayBatchedCopy). index is called
+with a few integers or the row indices of a mixture of experts, never with a mask. The backwards of select and slice
+fill zeros and copy into them. scatter copies its input and writes into the copy. cumprod runs over a schedule of 1000
+numbers. The index_* operators access rows by index (native/cuda/Indexing.cu, IndexKernel.cu). Padding, pooling and
+embedding compute each output from few inputs. Pixel shuffling is one copy between two views (native/PixelShuffle.cpp,
+math_pixel_shuffle)."""
 
 MATMULS = _aten("addmm bmm mm")
-"""cuBLAS's workspace is one buffer per handle that stays, in ``planner.layout.single_gpu.cublas_workspace``. cuBLASLt,
-which adds the bias in ``addmm``, shares it in today's torch (CublasHandlePool.cpp, unified_cublas_and_lt_workspaces);
-in older ones it took 1 MiB per call (CUDABlas.cpp, gemm_and_bias)."""
+"""cuBLAS's workspace is one permanent buffer per handle, see `planner.layout.cublas.cublas_workspace`. cuBLASLt,
+which adds the bias in ``addmm``, shares it in current torch (CublasHandlePool.cpp, unified_cublas_and_lt_workspaces);
+in older versions it took 1 MiB per call (CUDABlas.cpp, gemm_and_bias)."""
 
 OPTIMIZERS = _aten(
     "_foreach_add_ _foreach_addcdiv_ _foreach_addcmul_ _foreach_div_ _foreach_lerp_ _foreach_mul_ _foreach_sqrt "
     "_fused_adamw_"
 ) | {"bitsandbytes.optimizer_update_32bit", "bitsandbytes.optimizer_update_8bit_blockwise"}
-"""Tensor lists travel as kernel arguments (ForeachFunctors.cuh, MultiTensorApply.cuh), and all but sqrt work in place;
-its outputs are on the tape. CUDA falls back to one call per tensor where CPU does (ForeachUtils.h, can_use_fast_route:
-same dtypes, shapes and strides). bitsandbytes' kernels work in place (csrc/kernels.cu)."""
+"""Tensor lists are passed as kernel arguments (ForeachFunctors.cuh, MultiTensorApply.cuh). All but sqrt work in place,
+and the outputs of sqrt are on the tape. CUDA falls back to one call per tensor in the same cases as the CPU
+(ForeachUtils.h, can_use_fast_route: same dtypes, shapes and strides). bitsandbytes' kernels work in place
+(csrc/kernels.cu)."""
 
 QUANTISERS = frozenset(
     f"bitsandbytes.{way}_{kind}" for way in ("quantize", "dequantize") for kind in ("4bit", "blockwise")
 )
-"""Their outputs and no more (bitsandbytes/backends/cuda/ops.py)."""
+"""Allocate their outputs and nothing else (bitsandbytes/backends/cuda/ops.py)."""
 
 HOST = _aten("_local_scalar_dense") | {"profiler._record_function_enter_new", "profiler._record_function_exit"}
-"""Nothing on the device."""
+"""Allocate nothing on the device."""
 
 SAME = VIEWS | CREATED | POINTWISE | MOVES | MATMULS | OPTIMIZERS | QUANTISERS | HOST
-"""Operators whose CUDA kernel allocates what the tape says and no more, by their kind as each group says. What was read
-line by line in torch's source is what the two tables below say of reductions, norms, attention and convolution."""
+"""Operators whose CUDA kernel allocates what the tape has and nothing else; the reason is given with each group. The
+statements about reductions, norms, attention and convolution in the two tables below were checked line by line in
+torch's source."""
 
 _REDUCTION = (
-    "when few outputs are reduced over many inputs, blocks meet in a buffer of a few numbers per block and output "
-    "(native/cuda/Reduce.cuh, global_memory_size), up to 140 MiB where a bias's gradient is summed over the tokens: "
-    "not in tapes, as the card decides; `planner.layout.gradient_sums` and `.optimizer.reduction_workspace` have it"
+    "when few outputs are reduced over many inputs, blocks exchange partial results in a buffer of a few numbers per "
+    "block and output (native/cuda/Reduce.cuh, global_memory_size): up to 140 MiB where a bias's gradient is summed "
+    "over the tokens. Its size depends on the card, so it is not on tapes; `planner.layout.gradient_sums` and "
+    "`.optimizer.reduction_workspace` add it"
 )
 KNOWN_SMALL = {
     "aten.all": _REDUCTION,
@@ -126,7 +129,7 @@ KNOWN_SMALL = {
     "aten._scaled_dot_product_flash_attention": "where queries are too few to fill the card, keys are split and the "
     "parts' outputs kept in fp32 (flash_api.cpp, num_splits_heuristic, out_accum): some MiB, never for a long clip",
 }
-"""Operators that take a little more inside on CUDA, and why that is left out of tapes."""
+"""Operators that take a little more memory inside on CUDA -> how much, and why tapes leave it out."""
 
 _CUDNN = (
     "cuDNN picks an algorithm at run time and takes its workspace inside the call (native/cudnn/Conv_v8.cpp). A patch "
@@ -134,26 +137,25 @@ _CUDNN = (
     "not modelled: up to copies of input and output in the layout the kernel wants"
 )
 UNMODELLED = {"aten.convolution": _CUDNN, "aten.convolution_backward": _CUDNN}
-"""Operators whose workspace is not known without a GPU: what a measurement has to tell."""
+"""Operators whose workspace is not known without a GPU and must be measured."""
 
 COPYING = _aten(
     "convolution native_layer_norm native_layer_norm_backward upsample_nearest2d _upsample_nearest_exact2d "
     "upsample_nearest3d"
 )
-"""Copy an input that is not contiguous, and give the copy back when they are done (``contiguous()`` in
-native/Convolution.cpp, native/cuda/layer_norm_kernel.cu and UpSampleNearest2d.cu): 1.5 GiB where CogVideoX-2B's VAE
-decodes 9 frames of 480x720, and 63 MiB in its blocks, which norm queries and keys by head."""
+"""Copy an input that is not contiguous, and free the copy at the end (``contiguous()`` in native/Convolution.cpp,
+native/cuda/layer_norm_kernel.cu and UpSampleNearest2d.cu): 1.5 GiB when CogVideoX-2B's VAE decodes 9 frames of 480x720,
+and 63 MiB in its transformer's blocks, which normalise queries and keys per head."""
 
 
 COPYING_BEHIND_OUTPUTS = _aten("upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d")
-"""Of `COPYING`, those whose kernel is given its outputs and copies then (``TORCH_IMPL_FUNC`` in
-native/cuda/UpSampleNearest2d.cu and UpSampleNearest3d.cu). Which of two comes first decides which hole each falls into:
-Wan's decode of five chunks at 480x832 reserved 5134 MiB on a virtual H200 with expandable segments, and 5434 by the
-other order."""
+"""Those of `COPYING` that copy after their outputs are allocated (``TORCH_IMPL_FUNC`` in UpSampleNearest2d.cu and
+UpSampleNearest3d.cu). The order decides which free block each allocation gets: Wan's decode of five chunks at 480x832
+reserved 5134 MiB on a virtual H200 with expandable segments, and a replay in the other order 5434 MiB."""
 
 
 def is_copied(name: str, tensor: torch.Tensor) -> bool:
-    """Whether one of `COPYING` copies an input: norms read rows, the others channels last as well
+    """Whether one of `COPYING` copies an input: norms need a contiguous one, the others accept channels last as well
     (``suggest_memory_format`` in the same files)."""
     if name not in COPYING:
         return False
@@ -162,4 +164,4 @@ def is_copied(name: str, tensor: torch.Tensor) -> bool:
 
 
 CLASSIFIED = SAME | KNOWN_SMALL.keys() | UNMODELLED.keys() | WORKSPACES.keys() | COPYING
-"""Every operator that a tape may show."""
+"""Every operator that may occur on a tape."""

@@ -1,9 +1,9 @@
-"""A model of the user's own: from the config files of its folder to a profile like the bundled ones.
+"""Derives the profile of a user's own model from the config files of its folder.
 
-The config says the architecture. What it cannot say (VAE, text encoders, clip rules, LoRA layers, the training law) is
-lent by the bundled model of the same class whose config is nearest, except where the folder is a pipeline's and tells.
-Classes come from the bundled profiles alone: a config's text never chooses what is imported. Parameters are counted on
-the meta device, where a model of any size takes no memory.
+The config gives the architecture. Everything else (VAE, text encoders, clip rules, LoRA layers, the training settings)
+is taken from the bundled model of the same class whose config is nearest, the *lender*; if the folder is a pipeline's,
+its VAE and text encoders are used. Classes come only from the bundled profiles: the text of a config never chooses what
+is imported. Parameters are counted on the meta device, where a model of any size takes no memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from trainers.families.common.model_classes import class_of
 
 MAX_PARAMETERS = 10**12
 MAX_TABLES = 3 * 10**8
-"""Elements of all tables a model makes when it is built (positions, rotations): these really take memory, in fp32 or
-more. SD3.5's, the largest published, has 226 million."""
+"""Elements of all tables that a model computes when it is built (positions, rotations): these really take memory, in
+fp32 or more. The largest published one, SD3.5's, has 226 million."""
 
 REFUSALS = (
     ArithmeticError,
@@ -39,10 +39,10 @@ REFUSALS = (
     TypeError,
     ValueError,
 )
-"""What diffusers and transformers raise at a config they cannot build, or cannot run: it is the user's to correct."""
+"""What diffusers and transformers raise for a config that they cannot build or run, and that the user must correct."""
 
 INTERFACE = ("channels", "patch", "text", "caption", "image", "cross_attention_dim", "joint_attention_dim", "pooled")
-"""Parts of keys about what a model takes and gives: they decide whose VAE and text encoders fit it."""
+"""Parts of config keys about a model's inputs and outputs, which decide whose VAE and text encoders fit it."""
 INTERFACE_WEIGHT = 4.0
 
 NOT_BUILT_FROM = (
@@ -54,10 +54,10 @@ NOT_BUILT_FROM = (
     "transformers_version",
     "trust_remote_code",
 )
-"""Keys of a transformers config that say nothing about the shape of a model."""
+"""Keys of a transformers config that do not affect the architecture."""
 
 LEVELS = ("block_out_channels", "dim_mult", "down_block_types")
-"""Keys of a VAE's config that have an entry per level: how many there are decides how much it shrinks a clip."""
+"""Keys of a VAE's config with an entry per level; the number of levels decides how much the VAE shrinks a clip."""
 SHRINKS = (
     "patch_size",
     "patch_size_t",
@@ -68,11 +68,11 @@ SHRINKS = (
     "temperal_downsample",
     "temporal_compression_ratio",
 )
-"""Keys of a VAE's config that decide it too."""
+"""Other keys of a VAE's config that decide this."""
 
 
 class Derived(NamedTuple):
-    """The profile of a user's model, with notes in words on where its parts come from."""
+    """The profile of a user's model, and notes on where its parts come from."""
 
     profile: ModelProfile
     notes: tuple[str, ...]
@@ -83,7 +83,8 @@ def _bundled() -> list[ModelProfile]:
 
 
 def derive(source: Source, name: str) -> Derived:
-    """The profile of a folder's model under a name; a VplanError when it cannot be built or no model lends the rest."""
+    """The profile of a folder's model, of a class that a bundled model has. Raises a VplanError if the model cannot be
+    built or does not fit the lender."""
     import diffusers
 
     same_class = [profile for profile in _bundled() if profile.diffusers_class == source.class_name]
@@ -136,7 +137,7 @@ def _lent(from_folder: list[str]) -> list[str]:
 
 
 def complete(class_name: str, config: Config, where: str) -> Config:
-    """The config with the class's own defaults for the keys it leaves out; an unknown key is refused by name."""
+    """The config with the class's defaults for missing keys. Raises a VplanError that names an unknown key."""
     import diffusers
     from transformers import PreTrainedModel
 
@@ -144,7 +145,7 @@ def complete(class_name: str, config: Config, where: str) -> Config:
     settings = named.config_class if issubclass(named, PreTrainedModel) else named
     signature = inspect.signature(settings.__init__).parameters
     parameters = {name: value.default for name, value in signature.items() if name not in ("self", "kwargs", "args")}
-    if settings is not named:  # a config of transformers also has what every model of it may have
+    if settings is not named:  # transformers writes keys that are common to all models too
         config = {key: value for key, value in _harmless(config).items() if key in parameters}
     for key in config:
         if key not in parameters:
@@ -158,7 +159,7 @@ def complete(class_name: str, config: Config, where: str) -> Config:
 
 
 def _plain(value: Any) -> Any:
-    """A default as JSON has it."""
+    """A default with tuples as lists, as in JSON."""
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
@@ -173,7 +174,8 @@ def _check_stacks(config: Config, like: ModelProfile, where: str) -> None:
 
 
 def count(build: Callable[[], nn.Module], where: str, part: str) -> int:
-    """Parameters of what `build` makes, counted on the meta device; a VplanError when it cannot be made."""
+    """The number of parameters of the model that ``build`` makes, on the meta device. Raises a VplanError if it cannot
+    be built or is too large."""
     try:
         with torch.device("meta"):
             model = build()
@@ -189,13 +191,13 @@ def count(build: Callable[[], nn.Module], where: str, part: str) -> int:
 
 
 def refusal(error: Exception, fault: str, fix: str) -> VplanError:
-    """The VplanError for another library's error, in one line; not raised here."""
+    """A VplanError for another library's error, with its message in one line."""
     complaint = " ".join(str(error).split())
     return VplanError(f"{fault} ({type(error).__name__}: {complaint[:160]})", fix)
 
 
 def distance(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
-    """How unlike two configs are: numbers by their ratio (a doubling is 1, more is no worse), all else by equality."""
+    """How much two configs differ: numbers by their ratio (1 for a factor of two or more), other values 0 or 1."""
     total = 0.0
     for key in left.keys() | right.keys():
         weight = INTERFACE_WEIGHT if any(part in key for part in INTERFACE) else 1.0
@@ -211,7 +213,8 @@ def _difference(a: Any, b: Any) -> float:
 
 
 def _vae(source: Source, config: Config, lender: ModelProfile, from_folder: list[str]) -> Vae:
-    """The folder's VAE, counted, if it has one that we know; else the lender's, when the latents are its latents."""
+    """The folder's VAE, with its parameters counted; if the folder has none, the lender's. Raises a VplanError for an
+    unknown VAE, and if the model's latents do not fit the lender's VAE."""
     import diffusers
 
     folder_config = source.vae
@@ -251,8 +254,8 @@ def _completed(profile: ModelProfile) -> Config:
 def encoders_of(
     source: Source, lender: ModelProfile | None, from_folder: list[str]
 ) -> tuple[list[TextEncoder], list[str]]:
-    """The folder's encoders, counted, if all are of classes we know; else the lender's, with a note that says so; none
-    without a lender."""
+    """The folder's text encoders, with their parameters counted, if all their classes are known; else the lender's, and
+    a note that says so; without a lender none."""
     lent = list(lender.text_encoders) if lender else []
     if not source.encoders:
         return lent, [] if lender else ["text encoders are not known and not counted: name the pipeline's folder"]
@@ -287,7 +290,7 @@ def _encoder(part: str, config: Config, same: list[TextEncoder]) -> TextEncoder:
             model: nn.Module = model_class.from_config(config)
             return model
         settings = model_class.config_class(**config)
-        settings._attn_implementation = "eager"  # anything else may be fetched, and counts the same
+        settings._attn_implementation = "eager"  # other implementations may be downloaded; parameters are the same
         built: nn.Module = model_class(settings)
         return built
 
@@ -297,7 +300,7 @@ def _encoder(part: str, config: Config, same: list[TextEncoder]) -> TextEncoder:
 
 
 def _harmless(value: Any) -> Any:
-    """A transformers config without the keys, at any depth, that can name code: transformers fetches kernels."""
+    """A transformers config without keys, at any depth, that can name code: transformers downloads kernels."""
     if isinstance(value, list):
         return [_harmless(item) for item in value]
     if not isinstance(value, dict):
@@ -309,7 +312,8 @@ def _harmless(value: Any) -> Any:
 
 
 def _shape(config: Config, vae: Vae, lender: ModelProfile) -> dict[str, Any]:
-    """The lender's rules for clips, with this config's patch and this VAE's frames, and its sizes on that grid."""
+    """The lender's rules for clips, adapted to this config's patch and this VAE's frames, with sizes rounded to that
+    grid."""
     rules = lender.shape
     patch = rules.patch
     if _patch(_completed(lender)) == patch:
@@ -335,7 +339,7 @@ def _shape(config: Config, vae: Vae, lender: ModelProfile) -> dict[str, Any]:
 
 
 def _patch(config: Config) -> tuple[int, int, int] | None:
-    """Latent frames, rows and columns of a cell as most classes write them; None when the config says it otherwise."""
+    """Latent frames, rows and columns of a patch, from the keys that most classes have; None for other keys."""
     size = config.get("patch_size")
     if isinstance(size, list) and len(size) == 3:
         frames, rows, columns = size

@@ -1,8 +1,8 @@
 """The dispatch mode that writes down every allocation and free while a model runs with fake tensors.
 
-It sees every operator. A storage that an operator returns for the first time is an allocation. When its last reference
-dies, that is the free, in the order autograd really causes them. Module hooks (`trainers.recording.hooks`) say which
-block and pass an event belongs to. What is run under it is in `trainers.recording.recordings`.
+It sees every operator. A storage that an operator returns for the first time is an allocation; the death of its last
+reference is the free, in the order in which autograd really causes them. Module hooks (`trainers.recording.hooks`) say
+which block and pass an event belongs to. `trainers.recording.recordings` runs models under it.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ class RawAllocation:
     name: str = ""
     kernel: str = "any"
     rounded: tuple[int, int, int] | None = None
-    """For what has a rounded dimension: (exact dimension, multiple, rounded dimension)."""
+    """(exact dimension, multiple, rounded dimension) if one dimension is rounded up"""
     copied: int | None = None
-    """of a mask's copy with padded rows: the allocation that holds the mask"""
+    """for a copy of a mask with padded rows: the allocation that holds the mask"""
     samples: int = 0
-    """of what is rounded in attention's backward: the batch of its queries"""
+    """for a rounded workspace of attention's backward: the batch of the queries"""
 
 
 @dataclass
 class RawRecording:
-    """A recording as it happened: an event >= 0 allocates ``allocations[event]``, one < 0 frees ``~event``."""
+    """A raw recording: an event >= 0 allocates ``allocations[event]``, one < 0 frees ``allocations[~event]``."""
 
     allocations: list[RawAllocation] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     places: list[Place | None] = field(default_factory=list)
     """per event: the block that ran; None outside the blocks"""
     pieces: list[tuple[str, int]] = field(default_factory=list)
-    """(piece, index of its first event); ``gradients`` only feeds an optimizer step, ``end`` closes the last."""
+    """(piece, index of its first event); ``gradients`` only prepares an optimizer step, ``end`` closes the last."""
 
     runs: list[LikeBlocks] = field(default_factory=list)
     passes: list[str] = field(default_factory=list)
     work: list[tuple[int, OpCost]] = field(default_factory=list)
-    """(number of events before it, what an operator computes and moves)."""
+    """(number of events before it, an operator's work)"""
 
     ops: set[str] = field(default_factory=set)
 
@@ -75,15 +75,15 @@ class Recorder(TorchDispatchMode):
     def __init__(
         self, workspaces_of: Callable[[str, tuple[Any, ...]], list[cuda_ops.Workspace]] = cuda_ops.workspaces
     ) -> None:
-        """``workspaces_of``: what a device's kernel takes inside an operator."""
+        """``workspaces_of``: gives the workspaces that a device's kernel allocates inside an operator."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.workspaces_of = workspaces_of
         self.recording = RawRecording()
         self.adds_masks_up = False
-        """Whether code that reads how many tokens a mask leaves is told it, and not 1."""
+        """Whether code that counts the tokens of a mask gets their real number instead of 1."""
 
         self.knows_numbers = False
-        """Whether numbers of masks and places are worked out, by which lengths are"""
+        """Whether the values of integer and boolean tensors are computed, for models whose lengths depend on them."""
 
         self.place: Place | None = None
         """The block that runs; in the optimizer, the block whose parameter the latest operator worked on."""
@@ -96,11 +96,11 @@ class Recorder(TorchDispatchMode):
         """Per allocation: the index of its event."""
 
         self._from_nothing: set[int] = set()
-        """What the optimizer made without looking at a parameter, until it meets one."""
+        """Allocations that the optimizer made without an input, until they are first used with a parameter."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing that records is compiled: torch would look at every call, which takes as long as many a call."""
+        """Recording compiles nothing; without this, torch would check every call, which is slow."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
             self.recording.work.append((before, work))
 
     def _common_place(self, tensors: list[Tensor]) -> Place | None:
-        """The block that all tensors belong to; None when they are of several; where we are when they say nothing."""
+        """The block that all tensors belong to; None if they belong to several; the current block if none has one."""
         allocations = (self._number.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         numbers = {number for number in allocations if number is not None}
         places = {self.recording.allocations[number].place for number in numbers - self._from_nothing}
@@ -164,11 +164,11 @@ class Recorder(TorchDispatchMode):
             return None
         place = places.pop()
         fresh = numbers & self._from_nothing
-        for number in fresh:  # a state, and all since, belongs to what it is first used with
+        for number in fresh:  # a new state, and all events since, belong to the block that it is first used with
             self._from_nothing.remove(number)
             self.recording.allocations[number].place = place
             since = self._event_of[number]
-            # one call for many parameters, all of them outside of blocks, says nothing of what was made between them
+            # one call for many parameters outside of blocks does not tell what the events between them belong to
             end = since + 1 if place is None and len(fresh) > 1 else len(self.recording.places)
             self.recording.places[since:end] = [place] * (end - since)
         return place
@@ -195,7 +195,7 @@ class Recorder(TorchDispatchMode):
         self._event(~number, self.place)
 
     def _copies(self, name: str, inputs: list[Tensor]) -> list[int]:
-        """Allocates the copies that CUDA makes of inputs that are not contiguous."""
+        """Records the copies that CUDA makes of non-contiguous inputs; returns the numbers of their allocations."""
         copies = []
         for tensor in inputs:
             if is_copied(name, tensor):
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
         return copies
 
     def _workspaces(self, name: str, args: Any) -> list[int]:
-        """Allocates what a kernel takes inside the operator."""
+        """Records the workspaces of an operator's kernel; returns the numbers of their allocations."""
         workspaces = []
         for kernel, dims in self.workspaces_of(name, args):
             nbytes = 1
@@ -224,7 +224,7 @@ class Recorder(TorchDispatchMode):
         return workspaces
 
     def follow(self, kind: Family) -> None:
-        """Has a step's values followed as far as a family's model asks for them."""
+        """Turns on tracking of tensor values as far as the family's model depends on them."""
         self.adds_masks_up = kind.adds_masks_up
         if kind.places_by_mask:
             self.knows_numbers, self._uniform = True, KnownNumbers()
@@ -241,17 +241,17 @@ class Recorder(TorchDispatchMode):
         self.recording.pieces.append((name, len(self.recording.events)))
 
     def rounds_up(self, tensor: Tensor, exact: int, multiple: int) -> None:
-        """Says that an allocation's bytes are ``exact`` rounded up, so that a tape can keep them symbolic."""
+        """Records that an allocation's bytes are ``exact`` rounded up, so that a tape can keep them symbolic."""
         allocation = self.recording.allocations[self._number[tensor.untyped_storage()._cdata]]
         assert allocation.nbytes == -(-exact // multiple) * multiple
         allocation.rounded = exact, multiple, allocation.nbytes
 
     def label(self, tensor: Tensor, category: str, name: str, place: Place | None = None) -> None:
-        """Sets what an existing allocation holds. The category ``host`` marks what a run on a GPU keeps in host RAM.
+        """Sets what an existing allocation holds. The category ``host`` is for tensors that a GPU run has in host RAM.
 
-        Gradients may be parts of one storage, as of biases that a block joins: autograd keeps each as it comes
-        (torch/csrc/autograd/functions/accumulate_grad.h, ``accumulateGrad``). The first has all of its bytes then, and
-        each other one is a gradient of none.
+        Several gradients may share one storage, for example those of biases that a block concatenates: autograd keeps
+        each as it comes (torch/csrc/autograd/functions/accumulate_grad.h, ``accumulateGrad``). Then the first gradient
+        gets all bytes of the storage, and each other one gets an allocation of size 0.
         """
         number = self._number.get(tensor.untyped_storage()._cdata)
         if number is None:
@@ -269,12 +269,13 @@ class Recorder(TorchDispatchMode):
 
 @functools.cache
 def _name(func: Any) -> str:
-    """The name of an operator, without that of its overload."""
+    """The name of an operator, without its overload."""
     return f"{func.namespace}.{func.overloadpacket.__name__}"
 
 
 def _plain(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among arguments or results, also in lists; one that wraps others (as torchao's) as those."""
+    """The tensors among arguments or results, also inside lists and dicts. A tensor subclass that wraps others (such as
+    torchao's) is replaced by those."""
     tensors: list[Tensor] = []
     for value in values:
         if type(value) is FakeTensor:

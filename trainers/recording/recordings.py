@@ -38,22 +38,22 @@ from trainers.step.optimizers import SteppedInBackward, make_optimizer
 
 
 class Dispatch(NamedTuple):
-    """What decides, beside its arguments, which operators a device runs a call as."""
+    """Properties of torch and the card on which it depends which operators a call dispatches to."""
 
     older_torch: bool = False
     """autocast as it was before `planner.tape.variants.torch_and_card.RMS_NORM_IN_FP32`"""
     cudnn: bool = False
-    """the card's attention is cuDNN's, of a model that attends by card (`trainers.recording.cuda_ops.CudaAttention`)"""
+    """the card uses cuDNN's attention where the kernel differs by card (`trainers.recording.cuda_ops.CudaAttention`)"""
     mps: bool = False
     """the card is Apple's (`trainers.recording.mps_ops`)"""
 
     @classmethod
     def of(cls, variant: StepVariant | SampleVariant) -> Dispatch:
-        """That of a variant of a tape."""
+        """The dispatch of a tape's variant."""
         return cls(variant.older, variant.cudnn, isinstance(variant, StepVariant) and variant.mps)
 
     def semantics(self) -> contextlib.AbstractContextManager[object]:
-        """What makes fake tensors behave as the device's."""
+        """A context in which fake CPU tensors behave like the device's tensors."""
         if self.mps:
             return mps_ops.mps_semantics()
         return cuda_ops.cuda_semantics(rms_norm_in_fp32=not self.older_torch, cudnn=self.cudnn)
@@ -74,8 +74,8 @@ def record_step(
 ) -> RawRecording:
     """Records loading (piece ``load``) and one forward and backward (``step``) at the shape of ``grid``.
 
-    ``config`` replaces the published architecture, e.g. by one of fewer blocks. ``code``: another trainer's own model
-    and step, of a ``version``.
+    ``config`` replaces the published architecture, e.g. by one with fewer blocks. ``code``: another trainer's model and
+    step to record instead of ours; ``version``: a variant of that code.
     """
     build = step.build_model if code is None else functools.partial(code.build_model, version=version)
     with _recording(profile, job, strategy, grid, config, dispatch, build) as (recorder, trainee, places):
@@ -83,7 +83,7 @@ def record_step(
         watch_gradients(trainee.trainable, recorder, places)
         watch_casts(trainee.model, recorder, places)
         before = recorder.weights()
-        buffers = list(trainee.model.buffers())  # where a step makes one anew, the old one stays
+        buffers = list(trainee.model.buffers())  # keeps them alive if the step replaces one
         kind = family(profile)
         recorder.follow(kind)
         recorder.piece("step")
@@ -99,7 +99,7 @@ def record_step(
         recorder.label(loss, "batch", "loss")
         recorder.begin("backward")
         loss.backward()
-        assert recorder.weights() == before, "a step leaves the weights stored as it found them"
+        assert recorder.weights() == before, "a step must leave the weights stored as they were"
         recorder.piece("end")
         del buffers
     if code is not None:
@@ -140,12 +140,12 @@ def record_optimizer(
 ) -> RawRecording:
     """Records the first optimizer step (``optimizer_first``: it creates the states) and a later one (``optimizer``).
 
-    What the step does depends on the parameters and their gradients alone, so gradients are simply put there: on all
-    parameters but those that a backward never reaches, which the optimizer skips.
+    The step depends only on the parameters and their gradients, so gradients are simply allocated, for all parameters
+    except those that a backward never reaches, which the optimizer skips.
     """
     kind = family(profile)
     with _recording(profile, job, strategy, grid, config) as (recorder, trainee, places):
-        with _disable_current_modes():  # bitsandbytes fills its quantisation tables with real numbers
+        with _disable_current_modes():  # bitsandbytes fills its quantisation tables with real values
             trainee.optimizer = make_optimizer(trainee.trainable, strategy)
         recorder.begin("optimizer")
         for piece in ("optimizer_first", "optimizer"):
@@ -176,10 +176,10 @@ def _recording(
     dispatch: Dispatch = USUAL,
     build: Callable[..., nn.Module] = step.build_model,
 ) -> Iterator[tuple[Recorder, step.Trainee, dict[str, Place]]]:
-    """A loaded model of fake tensors, with the recorder on."""
+    """A context with a loaded model of fake tensors and an active recorder."""
     recorder = Recorder(mps_ops.workspaces if dispatch.mps else cuda_ops.workspaces)
     model = build(profile, job.model_copy(update={"lora_rank": grid["R"]}), strategy, config)
-    if strategy.weights(job.method) == "nf4":  # a table of numbers that all layers share, computed at its first use
+    if strategy.weights(job.method) == "nf4":  # a table of values that all layers share, computed on first use
         functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # buffers, tables and noise schedules are real
     gc.collect(1)
@@ -199,7 +199,7 @@ def load(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None
 
     def allocated(name: str, weight: Tensor) -> None:
         recorder.place = place_of_name(name, places)
-        recorder.label(weight, "weight", "", recorder.place)  # its name goes to what is left of it
+        recorder.label(weight, "weight", "", recorder.place)  # named below, as quantising may replace it
 
     placement.materialise(model, "cpu", allocated)
     for name, tensor in named_tensors(model):
@@ -208,7 +208,7 @@ def load(model: nn.Module, recorder: Recorder, places: dict[str, Place]) -> None
     numbers = [event if event >= 0 else ~event for event in recording.events]
     freed = {~event for event in recording.events if event < 0}
     stay = [recording.allocations[number] for number in numbers if number not in freed]
-    assert all(allocation.name for allocation in stay), "what stays loaded is a weight"
+    assert all(allocation.name for allocation in stay), "everything that stays loaded must be a weight"
     recording.places[:] = [recording.allocations[number].place for number in numbers]
 
 
@@ -220,13 +220,15 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 QUANTISED_PER_BYTE = 64
-"""bitsandbytes keeps an fp32 for every 256 numbers of an 8-bit state, or what is left of them (functional.py)."""
+"""bitsandbytes keeps one fp32 number, 4 bytes, for every 256 numbers of an 8-bit state, rounded up (functional.py):
+one byte for 64 numbers."""
 
 
 def _label_states(trainee: step.Trainee, recorder: Recorder, places: dict[str, Place], strategy: Strategy) -> None:
-    """Marks optimizer states; torch's step counters stay in host memory unless the step is fused.
+    """Labels optimizer states. torch's step counters are in host memory unless the step is fused.
 
-    So is what else is one number, made anew in every step (Adafactor's RMS): 512 bytes for a parameter.
+    Other scalar states count as host memory too (Adafactor's RMS, which is made anew in every step): on the GPU they
+    would take 512 bytes for each parameter.
     """
     assert trainee.optimizer is not None
     for name, parameter in trainee.trainable.items():

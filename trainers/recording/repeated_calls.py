@@ -1,7 +1,7 @@
-"""What operators make of fake tensors, kept for their next call with such tensors.
+"""A cache of what operators return for fake tensors.
 
-A block runs once for each of its kind, once more in its recomputation, and again in the next recording. torch's fake
-mode keeps results too, but to find one and to make it anew was more than half of a recording's time.
+The same block runs several times in a recording, again in recomputation, and again in the next recording. torch's fake
+mode has a cache too, but looking up and rebuilding its results took more than half of a recording's time.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ aten = torch.ops.aten
 PLAIN = frozenset(
     {bool, complex, float, int, str, type(None), torch.device, torch.dtype, torch.layout, torch.memory_format}
 )
-"""Kinds of arguments, beside fake tensors, that decide by their value alone what an operator makes."""
+"""Types of arguments other than fake tensors that affect a result only by their value."""
 
 NEVER = frozenset({torch.Tag.data_dependent_output, torch.Tag.inplace_view})
-"""Tags of operators of which each call is its own."""
+"""Tags of operators that are not cached."""
 
 BUILT_IN = frozenset({"aten", "prims"})
-"""Libraries whose operators keep nothing from call to call."""
+"""Libraries whose operators have no state."""
 
 MOST = 20_000
-"""Calls that are kept, of some 2 KB each."""
+"""Calls in the cache, of some 2 KB each."""
 LONGEST = 64
-"""Entries of a list, above which a call is not kept: an optimizer's, of all parameters, would take 300 KB."""
+"""Longest list argument of a cached call: an optimizer's list of all parameters would take 300 KB."""
 
 
 class KeptTensor(NamedTuple):
-    """A tensor that a call returns."""
+    """The description of a tensor that a call returns."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -41,23 +41,23 @@ class KeptTensor(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     source: int | None
-    """the number of the tensor among the arguments whose storage it has; None for one of its own"""
+    """index of the argument tensor whose storage it shares; None if it has its own storage"""
 
 
 Result = KeptTensor | int | None
-"""One thing that a call returns; a number: the tensor of that number among its arguments, itself."""
+"""One result of a call; an int is the index of the argument tensor that the call returns unchanged."""
 
 
 class RepeatedCalls:
-    """Results by operator and by what decides them: shapes, strides, formats and numbers."""
+    """Cached results, by operator and everything that they depend on: shapes, strides, dtypes and plain values."""
 
     def __init__(self) -> None:
         self._results: dict[tuple[Any, ...], tuple[type, tuple[Result, ...]] | None] = {}
         self._kept: dict[Any, bool] = {}
-        """whether results of an operator are kept at all"""
+        """whether results of an operator are cached at all"""
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """``func(*args, **kwargs)``."""
+        """``func(*args, **kwargs)``, from the cache if possible."""
         kept = self._kept.get(func)
         if kept is None:
             kept = self._kept[func] = func.namespace in BUILT_IN and NEVER.isdisjoint(func.tags)
@@ -83,8 +83,8 @@ class RepeatedCalls:
 
 
 def _key(func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> tuple[Any, ...] | None:
-    """What decides a call's result; None where more does. Adds the tensors among its arguments to ``tensors``."""
-    views = aten.view.default in op_implementations_dict  # or torch is asked (`trainers.recording.fakes`)
+    """The cache key of a call; None if its result depends on more. Adds the argument tensors to ``tensors``."""
+    views = aten.view.default in op_implementations_dict  # not under `trainers.recording.fakes.views_as_eagerly`
     words: list[Any] = [func, views, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
     for name, value in kwargs.items():
         words.append(name)
@@ -94,7 +94,7 @@ def _key(func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> tuple[
 
 
 def _describe(values: Any, words: list[Any], tensors: list[FakeTensor]) -> bool:
-    """Adds to ``words`` what decides of some arguments; False where it cannot be said."""
+    """Adds to ``words`` what a result depends on in some arguments; False if an argument cannot be described."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -117,7 +117,7 @@ def _describe(values: Any, words: list[Any], tensors: list[FakeTensor]) -> bool:
 
 
 def _results(func: Any, tensors: list[FakeTensor], out: Any) -> tuple[type, tuple[Result, ...]] | None:
-    """What a call returned, as it is made again; None where that cannot be said."""
+    """The description of what a call returned, from which it can be rebuilt; None if that is not possible."""
     if type(out) not in (FakeTensor, list, tuple):
         return None
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
@@ -159,4 +159,4 @@ def _made(result: Result, tensors: list[FakeTensor]) -> FakeTensor | None:
 
 
 CALLS = RepeatedCalls()
-"""Those of this process."""
+"""The cache of this process."""

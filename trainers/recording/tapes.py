@@ -1,7 +1,7 @@
-"""Which tapes a model has, and how they are recorded: one process, many variants.
+"""Records the tapes of a model's variants.
 
-A *step* tape depends on what changes the stream of operators: method, precision, checkpointing, one sample or
-several. An *optimizer* tape depends on the trained parameters and the optimizer alone. fp16 and bf16 take the same
+A *step* tape depends on everything that changes the stream of operators: method, precision, checkpointing, one sample
+or several. An *optimizer* tape depends only on the trained parameters and the optimizer. fp16 and bf16 take the same
 memory, so both are recorded as bf16 and called half.
 """
 
@@ -39,42 +39,42 @@ from trainers.recording.trainer_code import check_out
 from trainers.step import step
 
 RECORDED_BLOCKS = HEAD + TAIL + 2
-"""Per kind of block: both ends and two middles, which must be alike."""
+"""Blocks to record of each kind: both ends and two middle blocks, which must be identical."""
 
 PRIMES = {"B": 1009, "F": 359, "H": 367, "W": 373, "T": 1021, "R": 1031, "E": 2063}
-"""Larger than any prime factor of a published architecture, so that a size shows its atoms. Small primes are not:
-CogVideoX's 226 text tokens are 2 * 113, its table of 17,776 positions has a factor 101, and CLIP makes 257 tokens.
-Rows and columns stay below 384, where SD3's table of positions ends."""
+"""The atoms to record at: primes larger than any prime factor of a published architecture, so that a size shows its
+atoms. Smaller primes do occur: CogVideoX's 226 text tokens are 2 * 113, its table of 17,776 positions has the factor
+101, and CLIP makes 257 tokens. Rows and columns stay below 384, where SD3's table of positions ends."""
 
 HEIGHTS: tuple[int, ...] = (PRIMES["H"], 317, 313, 311, 307)
 WIDTHS: tuple[int, ...] = (373, 379, 383)
 FRAMES: tuple[int, ...] = (359, 353, 349, 347, 337, 331, 691)
 SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES = (71, 101, 103, 107), (73, 79, 83, 89, 97), (67, 61, 59)
-"""For families that mask all tokens, as an expanded mask of the sizes above has more elements than torch can count; and
-for tables of positions that end before them."""
+"""Smaller sides for families that mask all tokens, because an expanded mask at the sizes above has more elements than
+torch can count, and for tables of positions that end before those sizes."""
 
 
 class NoPrimeShape(VplanError):
-    """No shape shows all lengths of a model that are sums."""
+    """There is no shape at which all of a model's lengths that are sums can be recognised."""
 
 
 RARE_FRAMES, RARE_TIMES = (419,), 24
-"""Where no shape shows all sums: more frames (of which 2F + 5, F + 2 and 4F + 9 show), and up to so many times a prime.
-"""
+"""A second attempt if no shape shows all sums: more frames (at which 2F + 5, F + 2 and 4F + 9 show), and sums that are
+up to this many times a prime."""
 MOST_SHAPES = 20_000
-"""That are tried of each kind."""
+"""Shapes that are tried in each attempt."""
 
 
 def prime_grid(
     profile: ModelProfile, batch: int | None, short: bool = False
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """(shape to record at, values of the sums there, atoms the tape holds fixed). ``batch`` None: any; ``short``: with
-    few tokens, where scores of all heads, queries and keys are made whole.
+    """(shape to record at, values of the sums there, atoms that the tape fixes). ``batch``: None for a tape of any
+    batch; ``short``: use few tokens, for attention that makes whole tensors of scores.
 
-    The rest are primes at which every sum (as F*H*W + T) is a large prime, or a few times one, so that sums show in
-    sizes too; where there is no such shape, up to `RARE_TIMES` one. What is counted in several and rounded up is a
-    prime of any size: tables of positions keep texts short. Raises a VplanError where a table of positions ends before
-    the shortest of these lengths, a NoPrimeShape where no shape shows all sums.
+    The free atoms are primes at which every sum (such as F*H*W + T) is a large prime or a small multiple of one, so
+    that sums can be recognised in sizes too; if there is no such shape, up to `RARE_TIMES` a prime. Lengths that are
+    rounded up may be any prime, because tables of positions keep texts short. Raises a VplanError if a table of
+    positions ends before the shortest of these lengths, a NoPrimeShape if no shape shows all sums.
     """
     kind = family(profile)
     regime = {**kind.fixed, **({"B": batch} if batch else {})}
@@ -86,7 +86,7 @@ def prime_grid(
     used = "".join(product for product, _ in kind.rounded.values())
     used += "".join(product for _, products in kind.sums.values() for product in products)
     choices = [
-        values if letter in used else values[:1]  # what no sum has changes nothing
+        values if letter in used else values[:1]  # other atoms do not affect the sums
         for letter, values in (("H", heights), ("E", extras), ("T", texts), ("F", lengths), ("W", widths))
     ]
     usual = itertools.product((12,), *choices)
@@ -114,8 +114,8 @@ def _check_positions(profile: ModelProfile, longest: int | None, needed: int) ->
 
 
 def _shows(value: int, most: int, sizes: Collection[int]) -> bool:
-    """Whether a sum can be told from all else in a size: up to ``most`` times a prime above those of the models, which
-    is none of the shape's ``sizes`` itself."""
+    """Whether a sum can be recognised in a size: it is at most ``most`` times a prime that is larger than those in the
+    models' own numbers and is not one of the shape's ``sizes``."""
     return any(
         value % few == 0 and value // few > 128 and value // few not in sizes and _is_prime(value // few)
         for few in range(1, most + 1)
@@ -127,9 +127,10 @@ def _is_prime(number: int) -> bool:
 
 
 def shallow_config(profile: ModelProfile, blocks: int = RECORDED_BLOCKS) -> dict[str, Any]:
-    """The published config with few ``blocks`` in each stack; a UNet, whose levels all differ, keeps its depth.
+    """The published config with only ``blocks`` blocks in each stack, or fewer if the model has fewer; a UNet, whose
+    levels all differ, keeps its depth.
 
-    Never with more than the model has: a tape of more blocks than are laid out cannot be read.
+    It never has more blocks than the model: a tape of more blocks than are laid out cannot be read.
     """
     config = dict(profile.config)
     dual = config.get("dual_attention_layers")
@@ -149,22 +150,23 @@ def shallow_config(profile: ModelProfile, blocks: int = RECORDED_BLOCKS) -> dict
 
 @functools.cache
 def full_run_lengths(name: str) -> tuple[int, ...]:
-    """Blocks in each run of like blocks of a bundled model's published architecture, counted on the meta device."""
+    """The lengths of the runs of identical blocks in a bundled model's published architecture, counted on the meta
+    device."""
     return run_lengths(lookup.model(name))
 
 
 def run_lengths(profile: ModelProfile) -> tuple[int, ...]:
-    """The same of any profile, also one that is kept nowhere yet."""
+    """The lengths of the runs of identical blocks of any profile, including one that is not stored yet."""
     job, strategy = next(step_variants(profile)).records(profile)
     model = step.build_model(profile, job.replace(method="full"), strategy)
     return tuple(run.count for run in find_runs(model, [stack.list for stack in profile.stacks], None)[0])
 
 
 def step_tape(profile: ModelProfile, variant: StepVariant) -> Tape:
-    """Records a training step under one variant, as a tape; a VplanError for one of a trainer's own code where that is
-    not there."""
+    """Records a training step under one variant, as a tape. Raises a VplanError if the variant is of another trainer's
+    code and that is not checked out."""
     job, strategy = variant.records(profile)
-    # Whole scores of so large a batch as stands for any have more bytes than torch can count.
+    # Whole tensors of scores at the batch that stands for any batch have more bytes than torch can count.
     short = variant.mps and not variant.one_sample
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples, short)
     trainer, _, trainer_version = variant.code.partition("@")
@@ -188,7 +190,7 @@ def sample_tape(profile: ModelProfile, variant: SampleVariant) -> Tape:
 def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> Tape:
     """Records an optimizer's step under one variant, as a tape."""
     job, strategy = variant.records(profile)
-    grid, sums, _ = prime_grid(profile, PRIMES["B"])  # a prime also of what is recorded at few batches
+    grid, sums, _ = prime_grid(profile, PRIMES["B"])  # also for models whose steps are recorded at fixed batches
     recording = record_optimizer(profile, job, strategy, grid, shallow_config(profile))
     return tape_of(profile, variant.name, recording, grid, sums, {})
 
@@ -203,7 +205,8 @@ def tape_of(
     origin: Mapping[str, str] = {},
     lengths: Sequence[int] | None = None,
 ) -> Tape:
-    """The tape of a recording made at ``grid``. ``lengths``: of the full model's runs; else the kept profile's."""
+    """The tape of a recording made at ``grid``. ``lengths``: those of the full model's runs; None: of the bundled
+    profile."""
     kind = family(profile)
     names = [atom for atom in ATOMS if atom != "E" or kind.extra_tokens]
     atoms = {atom: 1 if atom in regime else grid[atom] for atom in names} | sums
@@ -221,10 +224,11 @@ def tape_of(
 
 
 def leave_out_aligned_copies(recording: RawRecording) -> None:
-    """Gives the copies of masks with padded rows no size where rows need no padding (`cuda_ops.attention`).
+    """Marks mask copies with padded rows, or the masks themselves, as absent where rows need no padding
+    (`cuda_ops.CudaAttention`).
 
-    Attention saves the mask itself then. One that is copied once takes the place of its copy, and is left out instead;
-    one that all blocks copy is there anyway.
+    Attention saves the mask itself then. If a mask is copied only once, the entry of the copy stands for the mask, and
+    the mask's own entry is dropped instead; if all blocks copy it, the copies are dropped.
     """
     allocations = recording.allocations
     copies = [entry for entry in allocations if entry.rounded is not None and entry.copied is not None]
@@ -240,16 +244,17 @@ def leave_out_aligned_copies(recording: RawRecording) -> None:
 
 
 def record(profile: ModelProfile, variant: Variant) -> Tape:
-    """Records a variant of any kind, as a tape."""
+    """Records a step, sampling or optimizer variant, as a tape."""
     if isinstance(variant, StepVariant):
         return step_tape(profile, variant)
     return sample_tape(profile, variant) if isinstance(variant, SampleVariant) else optimizer_tape(profile, variant)
 
 
-def parameter_table(profile: ModelProfile, config: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The parameters file's JSON (`planner.tape.parameter_table`), read off the bare model on the meta device."""
+def parameter_table(profile: ModelProfile) -> dict[str, Any]:
+    """The JSON of the parameters file (`planner.tape.parameter_table`), from the model without adapter on the meta
+    device."""
     job, strategy = _records_of_bare_model(profile)
-    parameters = dict(step.build_model(profile, job, strategy, config).named_parameters())
+    parameters = dict(step.build_model(profile, job, strategy).named_parameters())
     return {
         "format": PARAMETERS_FORMAT,
         "model": profile.name,
@@ -259,7 +264,7 @@ def parameter_table(profile: ModelProfile, config: dict[str, Any] | None = None)
 
 
 def _records_of_bare_model(profile: ModelProfile) -> tuple[Job, Strategy]:
-    """Full training in 16 bits: no adapters, and what is kept in fp32 stands out."""
+    """Full training in 16 bits: there is no adapter, and parameters kept in fp32 can be recognised."""
     return StepVariant("full", Precision("half", "", autocast=False), "none", one_sample=True).records(profile)
 
 

@@ -1,9 +1,9 @@
-"""What diffusers' HiDream does by the values of its tensors is done without them, while a recording runs.
+"""Replaces the parts of diffusers' HiDream that depend on the values of tensors while a recording runs.
 
-Its router says which rows each expert takes, and how many they are no fake tensor knows. Two of four experts work for
-each token, so all of them together have twice the tokens, however these are spread. Recorded is the spread that takes
-the most: as many rows as there are tokens for each of the first two, and none for the others. What is kept for
-backward is then the same as with any other, and backward's peak the largest (docs/your-own-model.md).
+Its router decides which rows each expert takes, so a fake tensor does not know how many there are. Two of four experts
+work on each token, so together they always have twice the number of tokens. The recorded distribution is the one that
+takes most memory: all tokens for each of the first two experts, none for the others. What is kept for backward is the
+same for any distribution, and backward's peak is largest with this one (docs/your-own-model.md).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def by_row_numbers() -> Iterator[None]:
-    """While open, experts take rows by numbers, where the class takes them by masks and by counts, and latents that are
-    not square are cut into cells as square ones are: recordings have such to tell rows from columns."""
+    """A context in which experts take rows by index instead of by masks and counts, and in which latents that are not
+    square are cut into cells as square ones are: recordings use unequal sides to tell rows from columns."""
     from diffusers.models.transformers import transformer_hidream_image as hidream
 
     layer, model = hidream.MOEFeedForwardSwiGLU, hidream.HiDreamImageTransformer2DModel
@@ -39,13 +39,13 @@ def by_row_numbers() -> Iterator[None]:
 
 
 def _rows(layer: Any, chosen: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Each expert with the numbers of its rows. ``chosen``: of each token its experts."""
+    """Each expert with the indices of its rows. ``chosen``: the experts of each token."""
     for number, expert in enumerate(layer.experts):
         yield expert, chosen.new_empty(chosen.shape[0] if number < layer.num_activated_experts else 0)
 
 
 def _forward(layer: Any, states: Tensor) -> Tensor:
-    """MOEFeedForwardSwiGLU.forward: with gradients where it trains, without where it samples (`moe_infer`)."""
+    """MOEFeedForwardSwiGLU.forward: with gradients in training, without them (`moe_infer`) in sampling."""
     chosen, weights, _ = layer.gate(states)
     tokens = states.view(-1, states.shape[-1])
     if layer.training and not layer._force_inference_output:
@@ -80,7 +80,8 @@ def _without_gradients(layer: Any, tokens: Tensor, chosen: Tensor, weights: Tens
 
 
 def _cells(model: Any, latents: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
-    """HiDreamImageTransformer2DModel.patchify of square latents, for any: cells, no mask, sizes and positions."""
+    """HiDreamImageTransformer2DModel.patchify, with the path of square latents for all: (cells, no mask, sizes,
+    positions)."""
     size, channels, height, width = latents.shape
     patch, device = model.config.patch_size, latents.device
     rows, columns = height // patch, width // patch
@@ -96,7 +97,8 @@ def _cells(model: Any, latents: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
 
 
 def _image(model: Any, cells: Tensor, sizes: Tensor, is_training: bool) -> Tensor:
-    """HiDreamImageTransformer2DModel.unpatchify, whose sampling reads the sizes of one sample after another."""
+    """HiDreamImageTransformer2DModel.unpatchify, which in sampling would read the sizes of each sample from
+    ``sizes``."""
     size, count, numbers = cells.shape
     patch = model.config.patch_size
     channels = numbers // patch**2

@@ -1,6 +1,6 @@
-"""The pipeline of a sample: the family's own of diffusers, of the models that train and a few parts, and its arguments.
+"""Builds the diffusers pipeline of a family around the models that train, and the arguments of its call.
 
-Nothing here knows where the parts are or when they come to the device: that is `trainers.sampling.validate`.
+Moving its parts between devices is up to `trainers.sampling.validate`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleInputs:
-    """What one sample is made from. A field that is None is drawn at random, or left to the pipeline."""
+    """The inputs of one sample. A field that is None is drawn at random, or left to the pipeline's default."""
 
     prompt: Mapping[str, Tensor] | None = None
-    """tensors that caching left of the caption"""
+    """cached tensors of the caption"""
     empty: Mapping[str, Tensor] | None = None
-    """the same of the empty caption"""
+    """cached tensors of the empty caption"""
     frames: list[Image.Image] | None = None
-    """the image that a sample begins with, or the clip that steers it"""
+    """the image that a sample begins with, or the control video"""
     embeds: Tensor | None = None
-    """tensor that caching left of that image, where the family has one"""
+    """cached embedding of that image, for families that have one"""
     vae: Callable[[], nn.Module] | None = None
-    """loads the VAE on the CPU"""
+    """loads the VAE on the CPU; None: one with random weights"""
     scheduler: Mapping[str, Any] | None = None
     """the config of the model's scheduler"""
     steps: int | None = None
@@ -50,13 +50,13 @@ class SampleInputs:
 
 
 def shape_of(job: Job) -> ValidationShape:
-    """The shape of validation's sample: the job's `validation`, else the first of its own shapes."""
+    """The shape of validation samples: the job's `validation`, else the first of its training shapes."""
     shape = job.shapes[0]
     return job.validation or ValidationShape(frames=shape.frames, height=shape.height, width=shape.width)
 
 
 def sampler_of(family: Family, profile: ModelProfile) -> FamilyPipeline:
-    """How a family makes samples. Raises a VplanError for a family that cannot."""
+    """How a family makes samples. Raises a VplanError if it cannot."""
     sampler = family.sampler()
     if sampler is None:
         fault = f"samples of {profile.name} need {family.sample_needs}"
@@ -67,7 +67,8 @@ def sampler_of(family: Family, profile: ModelProfile) -> FamilyPipeline:
 def scheduler(
     profile: ModelProfile, sampler: FamilyPipeline, shape: ValidationShape, config: Mapping[str, Any] | None
 ) -> Any:
-    """The scheduler that the model's folder describes, else the family's, with the published shift for the size."""
+    """The scheduler of the model's folder, else the family's default, with the published shift for the sample's size.
+    Raises a VplanError if diffusers has no scheduler of that class."""
     import diffusers
 
     name = config["_class_name"] if config else sampler.scheduler
@@ -81,7 +82,7 @@ def scheduler(
 
 
 def guider(sampler: FamilyPipeline, job: Job, inputs: SampleInputs) -> dict[str, Any]:
-    """The pipeline's guider component, by its name, for pipelines that take guidance in that form; else empty."""
+    """The component ``guider`` for pipelines whose guidance is a component rather than an argument; else empty."""
     import diffusers
 
     if sampler.scale != "guider":
@@ -97,7 +98,8 @@ def pipeline(
     parts: Mapping[str, Any],
     embeds: Tensor | None,
 ) -> Any:
-    """The family's pipeline of the live models, by what pipelines call them, and some parts, and nothing else."""
+    """The family's pipeline with the live models, by component name, and a few other parts; all other components are
+    None."""
     import diffusers
 
     kind = getattr(diffusers, sampler.pipeline)
@@ -106,7 +108,7 @@ def pipeline(
         name for name, parameter in parameters.items() if parameter.default is parameter.empty and name != "self"
     ]
     parts["vae"].register_to_config(**{k: v for k, v in sampler.vae.items() if k not in parts["vae"].config})
-    # All that a pipeline makes itself is to lie where the live models are, not where its first part waits.
+    # Tensors that a pipeline creates must be on the device of the live models, not on that of its first component.
     attributes: dict[str, Any] = {"_execution_device": property(lambda _: device)}
     if embeds is not None:
         whole_batch = embeds[None].to(device)
@@ -120,7 +122,7 @@ def pipeline(
 def arguments(
     family: Family, sampler: FamilyPipeline, job: Job, inputs: SampleInputs, shape: ValidationShape
 ) -> dict[str, Any]:
-    """The arguments of the pipeline's call by name; possibly more than the pipeline takes (see `accepted`)."""
+    """The arguments of the pipeline's call; may contain ones that the pipeline does not take (see `accepted`)."""
     assert inputs.prompt is not None
     prompt, empty = inputs.prompt, inputs.empty if inputs.empty is not None else inputs.prompt
     call: dict[str, Any] = {**sampler.call, "frame_rate": family.profile.inputs.get("frame_rate", 25)}
@@ -147,13 +149,13 @@ def arguments(
 
 
 def _ends(prompt: Mapping[str, Tensor]) -> Tensor:
-    """Where the prompts of a batch of one end."""
+    """The cumulative prompt lengths of a batch of one: [0, tokens]."""
     return torch.tensor([0, prompt["prompt"].shape[0]], dtype=torch.int32)
 
 
 def keep_size(sampler: FamilyPipeline, built: Any, shape: ValidationShape) -> None:
-    """Tells a pipeline that has sizes of its own the sample's; of an area a hair more, as it rounds sides down to
-    multiples."""
+    """Sets the sample's size on a pipeline that would choose a size of its own. An area is set slightly larger, because
+    the pipeline rounds sides down to multiples."""
     if sampler.has_own_sizes:
         built.resolutions = [(shape.width, shape.height)]
     if sampler.has_own_area:
@@ -161,25 +163,25 @@ def keep_size(sampler: FamilyPipeline, built: Any, shape: ValidationShape) -> No
 
 
 def _of_one_sample(sampler: FamilyPipeline, name: str, tensor: Tensor) -> Any:
-    """A prompt's tensor as the pipeline takes that of one sample."""
+    """A prompt's tensor in the form that the pipeline takes for one sample."""
     if sampler.listed:
         return [tensor]
     return tensor[:, None] if name in sampler.layers else tensor[None]
 
 
 def random_prompt(family: Family, job: Job, strategy: Strategy) -> dict[str, Tensor]:
-    """A random batch's tensors of one sample, the prompt's among them."""
+    """The tensors of one sample of a random batch, including the prompt's."""
     batch = family.batch({**sample_grid(family.profile, job), "B": 1}, "cpu", step.compute_dtype(strategy))
     return {name: tensor if name in family.shared else tensor[0] for name, tensor in batch.items()}
 
 
 def accepted(pipe: Any, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Those arguments that the pipeline's call takes, with tensors moved to its device."""
+    """The arguments that the pipeline's call takes, with tensors moved to its device."""
     parameters = inspect.signature(type(pipe).__call__).parameters
     place = pipe._execution_device
 
     def moved(value: Any) -> Any:
-        if isinstance(value, list):  # of prompts (Z-Image), or of images
+        if isinstance(value, list):  # of prompts (Z-Image) or of images
             return [moved(item) for item in value]
         return value.to(place) if isinstance(value, Tensor) else value
 
@@ -187,7 +189,7 @@ def accepted(pipe: Any, call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers(output: Any) -> numpy.ndarray[Any, Any]:
-    """The frames (F, H, W, 3) of a pipeline's output; how opaque they are is left out."""
+    """The frames (F, H, W, 3) of a pipeline's output, without an alpha channel."""
     import numpy
 
     frames = next(getattr(output, name) for name in ("frames", "images", "image") if hasattr(output, name))

@@ -1,4 +1,4 @@
-"""Samples in accelerate's trackers: pictures and videos, each with its prompt."""
+"""Logs samples to accelerate's trackers: images and videos, each with its prompt."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MILLISECONDS = 1000
 
 
 def track_samples(trackers: Sequence[Any], step: int, files: Sequence[Path], prompts: Sequence[str]) -> None:
-    """Logs the samples of one step to those of accelerate's ``trackers`` that show pictures: tensorboard and wandb, as
-    diffusers' examples do in ``log_validation``."""
+    """Logs the samples of one step to the ``trackers`` that can show images, tensorboard and wandb, as diffusers'
+    examples do in ``log_validation``."""
     for tracker in trackers:
         if tracker.name == "tensorboard":
             _to_tensorboard(tracker.writer, step, files, prompts)
@@ -34,8 +34,8 @@ def _wandb_medium(wandb: Any, path: Path, prompt: str) -> Any:
 
 
 def _to_tensorboard(writer: Any, step: int, files: Sequence[Path], prompts: Sequence[str]) -> None:
-    """As image summaries with their file's own bytes. TensorBoard shows no other video than a GIF in such a summary;
-    its writer's ``add_video`` makes the same, and needs moviepy for it."""
+    """Writes image summaries with the files' own bytes, and videos as GIFs, the only video format that TensorBoard
+    shows in them. The writer's ``add_video`` does the same but needs moviepy."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     for number, (path, prompt) in enumerate(zip(files, prompts, strict=True), start=1):

@@ -1,8 +1,8 @@
-"""The samples of a run: which ones and when, their files, and what becomes of the run when one cannot be made.
+"""The validation samples of a run: which ones, when, their files, and what happens if one cannot be made.
 
-The first rank makes them, of the weights as they are or of their average where the plan keeps one, and the others wait
-for it; where weights are split over ranks (ZeRO-3, FSDP2) all of them denoise together. Nothing of a sample stays on
-the GPU. An error in making one does not end training, but for one of a single rank while all denoise together.
+The first rank makes them while the others wait, from the current weights or their average if the plan keeps one. If
+weights are sharded over ranks (ZeRO-3, FSDP2), all ranks denoise together. Nothing of a sample stays on the GPU. An
+error in making one does not end training, unless it happens on a single rank while all denoise together.
 """
 
 from __future__ import annotations
@@ -46,35 +46,35 @@ FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError,
     TypeError, ValueError, VplanError, SafetensorError, av.error.FFmpegError,
 )  # fmt: skip
-"""What a pipeline or a codec may raise. Training is worth more than a sample."""
+"""What a pipeline or a codec may raise; these do not end training."""
 
 CODECS = ("libx264", "mpeg4")
-"""The first of them that PyAV has; the second is always there, and not every browser plays it."""
+"""In order of preference; PyAV always has the second, but not every browser plays it."""
 
 SCHEDULER = "scheduler/scheduler_config.json"
 
 
 class PreparedSample(NamedTuple):
-    """One sample to be made, as `prepare` listed it: the paths of its inputs in the cache."""
+    """One sample to be made, as `prepare` lists it. All fields but ``name`` are paths in the cache."""
 
     name: str
-    """the prompt, or where it is from"""
+    """the prompt, or where it comes from"""
     text: str
     empty: str
     """the empty caption"""
     image: str | None = None
-    """first frame of a clip"""
+    """the first frame of a clip, or the frames of a control video"""
     clip: str | None = None
-    """latents and the like that were cached of that clip"""
+    """cached tensors of that clip, such as latents"""
 
 
 # ---- before training
 
 
 def prepare(request: Preparation, setting: EncodingTask, dataset: Dataset | None) -> None:
-    """Encodes the prompts of a run and lists its samples; of clips that begin with an image also their first frames.
+    """Encodes the prompts of a run and lists its samples, with the images that image-to-video samples begin with.
 
-    Without prompts it is the caption of the first clip. ``dataset``: None where the data is a cache that others made.
+    Without prompts, the caption of the first clip is used. ``dataset``: None if the data is an existing cache.
     """
     pipelines.sampler_of(families.family(setting.profile).for_job(setting.job), setting.profile)
     assert request.validation is not None
@@ -96,8 +96,8 @@ def prepare(request: Preparation, setting: EncodingTask, dataset: Dataset | None
 
 
 def _first_frame(work: CacheBuild, dataset: Dataset | None, number: int) -> tuple[str | None, str | None]:
-    """Paths of the image and of the cached clip that sample ``number`` begins with: clips of the data take turns; None
-    twice for a family whose samples begin with none."""
+    """Paths of the image and the cached clip that sample ``number`` begins with, taken from the data's clips in turn;
+    (None, None) for a family whose samples do not begin with an image."""
     profile, job = work.setting.profile, work.setting.job
     sampler = pipelines.sampler_of(work.family.for_job(job), profile)
     if not (sampler.image or sampler.clip):
@@ -145,8 +145,8 @@ class Samples:
         return step == self.request.steps or bool(every and step and step % every == 0)
 
     def missing(self, step: int) -> bool:
-        """Whether they are due and not there; a run that was killed while it made them makes them again. The first
-        rank looks for all: others may see a file of a shared folder later. All ranks call it together."""
+        """Whether samples are due but do not exist, for example because the run was killed while making them. Only the
+        first rank looks, because others may see a file in a shared folder later. All ranks must call it together."""
         return self.due(step) and self._any_rank(
             f"missing after step {step}", self.rank == 0 and not self._path(step, len(self.prepared) - 1).is_file()
         )
@@ -158,10 +158,10 @@ class Samples:
         tell: Callable[[dict[str, Any]], None],
         phase: validate.Phase = contextlib.nullcontext,
     ) -> None:
-        """Makes the samples after ``step`` optimizer steps, when gradients are freed; ``tell`` gets lines of metrics,
-        and ``phase`` is around their parts.
+        """Makes the samples after ``step`` optimizer steps; gradients must be freed. ``tell`` is called with lines of
+        metrics, and ``phase`` gives the context for each part.
 
-        All ranks call it together. A sample that cannot be made is a note in the last line, and ends nothing.
+        All ranks must call it together. If a sample cannot be made, the last line has a note with the reason.
         """
         if self.rank == 0 or engine.gathers:
             began = time.perf_counter()
@@ -174,10 +174,10 @@ class Samples:
     def _make(
         self, engine: LocalEngine, step: int, tell: Callable[[dict[str, Any]], None], phase: validate.Phase
     ) -> tuple[list[str], str | None]:
-        """The files that were made, and why not all of them were.
+        """The files that were made, and the reason if some are missing.
 
-        Where all ranks have to denoise together, one that fails alone in the middle would leave the others waiting for
-        it: that ends the run, like an error in a step. Before that they agree, and behind it the first one is alone.
+        If all ranks denoise together and one fails alone, the others would wait for it forever, so that ends the run,
+        like an error in a step. Before denoising the ranks agree whether to continue; after it the first one is alone.
         """
         files: list[str] = []
         for number, sample in enumerate(self.prepared):
@@ -206,7 +206,7 @@ class Samples:
         return self.folder / f"step-{step:08d}-{number}.{kind}"
 
     def _inputs(self, sample: PreparedSample, number: int) -> pipelines.SampleInputs:
-        """What a sample is made of, read from the cache and the model's folder when it is made."""
+        """A sample's inputs, read from the cache and the model's folder."""
         root = parts.locate(self.request.weights, ["vae", "scheduler"])
         vae = self.profile.vae.class_name
         parts.check(root, "vae", vae)
@@ -227,20 +227,21 @@ class Samples:
         )
 
     def _frames_of(self, path: str) -> list[Image.Image]:
-        """The frames of a picture that `_first_frame` wrote, where they lie below each other."""
+        """The frames of an image that `_first_frame` wrote, in which they are stacked vertically."""
         height = pipelines.shape_of(self.request.plan.job).height
         with Image.open(path) as image:
             strip = image.convert("RGB")
         return [strip.crop((0, top, strip.width, top + height)) for top in range(0, strip.height, height)]
 
     def _wait(self, step: int) -> None:
-        """Ranks wait for the first one."""
+        """Makes all ranks wait for the first one."""
         self._any_rank(f"sampled after step {step}", False)
 
     def _any_rank(self, question: str, vote: bool) -> bool:
-        """Whether any rank votes yes on a question, which all ranks ask once.
+        """Whether any rank votes yes on a question. Every rank must ask each question exactly once.
 
-        Through the store, however long it takes: a collective would give up after `trainers.parallel.start.TIMEOUT`.
+        Uses the store because the wait may be long: a collective would time out after
+        `trainers.parallel.start.TIMEOUT`.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return vote
@@ -252,16 +253,16 @@ class Samples:
 
 
 class _Turn:
-    """One sample of a model that is split over ranks, as this rank sees it."""
+    """The state of one sample of a sharded model, on this rank."""
 
     def __init__(self, samples: Samples, engine: LocalEngine, name: str, phase: validate.Phase) -> None:
         self.samples, self.name, self.around = samples, name, phase
         self.begun = self.ended = self.together = False
-        """whether this rank has asked the others; whether one of them cannot go on; whether all are denoising"""
+        """whether this rank has asked the others; whether one of them cannot continue; whether all are denoising"""
         self.split = validate.Split(samples.rank == 0, engine.release, self.begin)
 
     def begin(self) -> None:
-        """Before the first call of the model."""
+        """Called before the first call of the model. Raises a RuntimeError if another rank cannot continue."""
         self.begun = True
         self.ended = self.samples._any_rank(self.name, False)
         if self.ended:
@@ -269,14 +270,14 @@ class _Turn:
         self.together = True
 
     def give_up(self, following: str | None) -> None:
-        """This rank makes no more samples: it says so where the others ask next, if they do."""
+        """Tells the other ranks that this one makes no more samples, at the next question they will ask, if any."""
         question = following if self.begun else self.name
         if question and not self.ended:
             self.samples._any_rank(question, True)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The first rank is alone once it decodes."""
+        """The context of a part; while decoding, the first rank is alone."""
         self.together = name != "decode"
         with self.around(name):
             yield
@@ -287,7 +288,7 @@ def _turn_name(number: int, step: int) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """A failure in one line."""
+    """The reason of a failure, in one line."""
     short = {"oom": "the GPU ran out of memory", "host-oom": "the host ran out of memory"}
     memory = short.get(out_of_memory(error) or "")
     reason = error.message if isinstance(error, VplanError) else f"{type(error).__name__}: {error}"
@@ -298,8 +299,8 @@ def _reason(error: BaseException) -> str:
 
 
 def write(frames: numpy.ndarray[Any, Any], path: Path, fps: float) -> None:
-    """Writes frames (F, H, W, 3) between 0 and 1 as a video, or the first of them as an image where the path is that of
-    an image."""
+    """Writes frames (F, H, W, 3) between 0 and 1 as a video, or only the first as an image if the path ends in
+    ``.png``."""
     pixels = (frames * 255).round().clip(0, 255).astype(numpy.uint8)
     if path.suffix == ".png":
         write_image(pixels[0], path)

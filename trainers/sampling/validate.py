@@ -1,9 +1,10 @@
-"""A sample in the middle of training: the family's own diffusers pipeline around the model that trains.
+"""Makes a sample in the middle of training: the family's diffusers pipeline around the model that trains.
 
-There is no second copy of the model. The VAE waits in host RAM and comes to the device for its turn; with
-``validation_mode offload`` the model leaves while it decodes, and with group offload it comes block by block or layer
-by layer. Of two experts that train, the one whose noise levels come has its turn, as in training. Behind a sample the
-model is where and as it was (but for whose turn it is), and training goes on to the same bits.
+There is no second copy of the model. The VAE is kept in host RAM and moved to the device when it is needed. With
+``validation_mode offload`` the model is moved off the device while the VAE decodes; with group offload it is loaded
+block by block or layer by layer. Of two experts, the one that the noise level belongs to is switched to, as in
+training. After a sample the model is where and as it was (except which expert is active), and training continues
+bit-identically.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ if TYPE_CHECKING:
     import numpy
 
 Phase = Callable[[str], contextlib.AbstractContextManager[object]]
-"""Around ``denoise`` and around ``decode``."""
+"""Returns a context for a part of sampling: ``denoise`` or ``decode``."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A model whose weights lie on several ranks: all of them denoise together, and the first one decodes."""
+    """For a model that is sharded over ranks: all ranks denoise together, and the first one decodes."""
 
     decodes: bool
-    """whether this is the first one"""
+    """whether this is the first rank"""
     release: Callable[[], None]
-    """lets go of gathered weights; all ranks call together, behind their last call of the model"""
+    """frees gathered weights; all ranks call it together, after their last call of the model"""
     begin: Callable[[], None] = lambda: None
-    """before the first call of the model: raises where another rank cannot go on"""
+    """called before the first call of the model; raises if another rank cannot continue"""
 
 
 def sample(
@@ -57,12 +58,12 @@ def sample(
     phase: Phase = contextlib.nullcontext,
     split: Split | None = None,
 ) -> numpy.ndarray[Any, Any]:
-    """One sample of the job's validation shape, as numbers in 0..1: (F, H, W, 3), one frame of an image.
+    """One sample of the job's validation shape: (F, H, W, 3) in 0..1, with one frame for an image.
 
     ``sample(model, profile, job, strategy, device, SampleInputs(steps=2), meter.phase)`` needs neither data nor
-    weights: the prompt is random and so is the VAE. Gradients must be freed before. Raises a VplanError where the
-    family has no pipeline, and whatever the pipeline raises, out of memory too; the model is put back in any case. Of a
-    ``split`` model only the first rank has the sample: the others' is empty.
+    weights: the prompt is random and so is the VAE. Gradients must be freed before. Raises a VplanError if the family
+    has no pipeline, and any error of the pipeline, including out of memory; the model is restored in any case. With
+    ``split`` only the first rank gets the sample, the others an empty array.
     """
     inputs = inputs or SampleInputs()
     kind, shape = family(profile).for_job(job), pipelines.shape_of(job)
@@ -109,11 +110,12 @@ def with_settings(vae: nn.Module, strategy: Strategy) -> nn.Module:
 
 
 def _nothing_to_do() -> None:
-    """Before a call that needs no preparation."""
+    """The default for calls that need no preparation."""
 
 
 class _Live:
-    """A model that trains, as a pipeline holds and calls it: under autocast, and telling when it is called."""
+    """Wraps a model that trains for use in a pipeline: runs it under autocast, and calls ``before`` and ``turn`` before
+    each call."""
 
     def __init__(
         self, model: nn.Module, strategy: Strategy, device: torch.device, turn: Callable[[], None] = _nothing_to_do
@@ -133,7 +135,7 @@ class _Live:
 
 
 def _models(model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> dict[str, _Live]:
-    """What trains, by what pipelines call it; of two experts each before its own turn."""
+    """The models that train, by component name. Calling one of two experts switches to it first."""
     if not isinstance(model, experts.Experts):
         return {profile.traits.part: _Live(model, strategy, device)}
     return {
@@ -143,7 +145,8 @@ def _models(model: nn.Module, profile: ModelProfile, strategy: Strategy, device:
 
 
 class _Turns(contextlib.ExitStack):
-    """Who is on the device: the model while it denoises, the VAE while it encodes an image or decodes."""
+    """Moves models to and from the device: the model is there while it denoises, the VAE while it encodes an image or
+    decodes. Also enters the phase of each part."""
 
     def __init__(
         self, models: dict[str, _Live], vae: nn.Module, phase: Phase, away: _WeightsAway | None, split: Split | None
@@ -155,7 +158,8 @@ class _Turns(contextlib.ExitStack):
             live.before, self.device = self.denoise, live.device
         for name, prepare in (("encode", self.bring), ("decode", self.decode)):
             setattr(vae, name, functools.partial(self._called, getattr(vae, name), prepare))
-        # Where diffusers' pipelines put what the VAE is given (utils/torch_utils.py, get_module_execution_device).
+        # diffusers' pipelines move the VAE's inputs to the device of this hook (utils/torch_utils.py,
+        # get_module_execution_device).
         vae._hf_hook = _Where(self.device)  # type: ignore[assignment]  # neither tensor nor module
 
     def _called(
@@ -166,7 +170,7 @@ class _Turns(contextlib.ExitStack):
         return method(tensor.to(self.device, dtype), *rest, **more)
 
     def denoise(self) -> None:
-        """Before each call of the model."""
+        """Called before each call of the model."""
         if self._is_here:
             self.vae.to("cpu")
             self._is_here = False
@@ -176,7 +180,7 @@ class _Turns(contextlib.ExitStack):
         self._begin("denoise")
 
     def decode(self) -> None:
-        """Before each call of the VAE's decoder; of one image, or of all frames."""
+        """Called before each call of the VAE's decoder, which pipelines may make once or frame by frame."""
         if self._running == "decode":
             return
         self._begin("decode")
@@ -188,7 +192,7 @@ class _Turns(contextlib.ExitStack):
         self.bring()
 
     def bring(self) -> None:
-        """The VAE comes to the device."""
+        """Moves the VAE to the device."""
         if not self._is_here:
             self.vae.to(self.device)
             self._is_here = True
@@ -200,7 +204,7 @@ class _Turns(contextlib.ExitStack):
             self._running = name
 
     def __exit__(self, *error: Any) -> bool | None:
-        traceback.clear_frames(error[2])  # what ran out of memory still holds what it had
+        traceback.clear_frames(error[2])  # after an error, the frames of its traceback still hold tensors
         ended = super().__exit__(*error)
         self.vae.to("cpu")
         if self.away is not None:
@@ -209,22 +213,22 @@ class _Turns(contextlib.ExitStack):
 
 
 class _Where:
-    """A module's place, as accelerate's hooks tell it."""
+    """Tells diffusers a module's device in the form of accelerate's hooks."""
 
     def __init__(self, device: torch.device) -> None:
         self.execution_device = device
 
 
 class _WeightsAway:
-    """Sends a model's weights to host RAM and brings them back. Gone are those that lie on the device as a whole, of
-    two experts those of the one that ran last."""
+    """Moves a model's weights to host RAM and back: those that are on the device as a whole, and of two experts those
+    of the one that ran last."""
 
     def __init__(self, model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
         self.model, self.profile, self.strategy, self.device = model, profile, strategy, device
         self.moved: list[nn.Parameter] = []
 
     def leave(self) -> None:
-        """Frees the device."""
+        """Moves the weights to host RAM."""
         model = self.model.part(self.model.running) if isinstance(self.model, experts.Experts) else self.model
         waiting = swap.on_host(swap.swapped_blocks(model, self.profile, self.strategy))
         self.moved = [weight for name, weight in model.named_parameters() if name not in waiting]
@@ -233,14 +237,15 @@ class _WeightsAway:
         _empty_cache(self.device)
 
     def come_back(self) -> None:
-        """Puts all that is away onto the device again."""
+        """Moves them back to the device."""
         for weight in self.moved:
             weight.data = weight.data.to(self.device)
 
 
 @contextlib.contextmanager
 def _set_aside(model: nn.Module, strategy: Strategy, device: torch.device) -> Iterator[None]:
-    """A model as sampling needs it: in eval mode, and in host RAM with group offload; as it was behind that."""
+    """A context in which a model is ready for sampling: in eval mode, and with group offload if the strategy has it.
+    Restores it afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     _empty_cache(device)
@@ -259,7 +264,7 @@ def _set_aside(model: nn.Module, strategy: Strategy, device: torch.device) -> It
 
 @contextlib.contextmanager
 def _in_groups(model: nn.Module, strategy: Strategy, device: torch.device) -> Iterator[None]:
-    """Group offload as diffusers does it, taken off again."""
+    """A context with diffusers' group offload applied to a model; removes it afterwards."""
     from diffusers.hooks import HookRegistry, apply_group_offloading
     from diffusers.hooks.group_offloading import (
         _GROUP_OFFLOADING,

@@ -1,4 +1,4 @@
-"""Attention's kernels: the one a plan asks for is set where diffusers lets it be, and what really ran is seen."""
+"""Attention kernels: sets the one that a plan asks for, where diffusers allows it, and observes which ones ran."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planner.catalog.card_limits import CUDNN_FIRST
 from planner.errors import VplanError
 
 BACKENDS = {"flash": "_native_flash", "cudnn": "_native_cudnn", "efficient": "_native_efficient"}
-"""What a plan calls a kernel -> what diffusers calls the way to torch's (diffusers/models/attention_dispatch.py)."""
+"""Kernel as plans name it -> diffusers' backend for torch's kernel (diffusers/models/attention_dispatch.py)."""
 
 ON_CPU = ("flash",)
 
@@ -24,12 +24,12 @@ KERNELS = {
     "_safe_softmax": "math",
     "_softmax": "math",
 }
-"""Operator that torch's scaled_dot_product_attention ends in -> kernel. The math path is known by its softmax."""
+"""Operator that torch's scaled_dot_product_attention dispatches to -> kernel. The math path shows by its softmax."""
 
 
 def ask_for(model: nn.Module, attention: str, device: torch.device) -> None:
-    """Sets the attention kernel that a plan asks for; ``sdpa`` leaves the choice to torch. Raises a VplanError when it
-    is not available."""
+    """Sets the attention kernel that a plan asks for; ``sdpa`` leaves the choice to torch. Raises a VplanError if the
+    kernel is not available."""
     if attention == "sdpa":
         return
     fix = "use --attention sdpa, which lets torch choose"
@@ -43,22 +43,23 @@ def ask_for(model: nn.Module, attention: str, device: torch.device) -> None:
 
 
 def cudnn_runs(attention: str, device: torch.device) -> bool:
-    """Whether attention without a mask runs on cuDNN there: asked for, or torch's choice on the card."""
+    """Whether attention without a mask runs on cuDNN: because it is asked for, or because torch prefers it on the
+    card."""
     if attention != "sdpa" or device.type != "cuda" or torch.version.hip:
         return attention == "cudnn"
     return torch.cuda.get_device_capability(device)[0] in CUDNN_FIRST
 
 
 def lay_out_gradients(model: nn.Module) -> None:
-    """Has attentions that end in the kernel itself receive gradients laid out as their output is.
+    """Makes the output gradients of attention modules without an output projection contiguous. Only needed for cuDNN.
 
-    For cuDNN alone. torch keeps its plan of a backward by the sizes and strides of q, k and v, while the plan also
-    holds the strides of the output's gradient (ATen/native/cudnn/MHA.cpp, ``MHACacheKeyWrapper``; found too in
-    pytorch#191576). FLUX.1's and Chroma's single blocks join attention and feed-forward before one linear layer, so
-    the gradient that reaches attention is a slice of rows five times as wide. Their double blocks have the same q, k
-    and v, take over the plan of that slice, and would read far behind their own gradients: NaN, or wrong numbers that
-    nothing tells from right ones (from torch's source, not confirmed on a GPU yet). What it takes is a copy of one
-    slice at a time, which raised reserved memory in none of ten rehearsals, so recordings do without.
+    torch caches the execution plan of a backward by the sizes and strides of q, k and v, but the plan also depends on
+    the strides of the output's gradient (ATen/native/cudnn/MHA.cpp, ``MHACacheKeyWrapper``; see also pytorch#191576).
+    FLUX.1's and Chroma's single blocks join attention and feed-forward before one linear layer, so the gradient that
+    reaches attention is a slice of rows five times as wide. Their double blocks have the same q, k and v, reuse the
+    plan of that slice, and would read far beyond their own gradients: NaN, or silently wrong numbers (from torch's
+    source, not confirmed on a GPU yet). The cost is a copy of one slice at a time. It raised reserved memory in none of
+    ten rehearsals, so recordings leave it out.
     """
     for module in model.modules():
         if getattr(module, "pre_only", False):
@@ -66,12 +67,12 @@ def lay_out_gradients(model: nn.Module) -> None:
 
 
 def _with_contiguous_gradient(_: nn.Module, __: Any, output: Any) -> Any:
-    """A tuple is left: it was split from the output, and autograd joins its gradients in a tensor of their own."""
+    """Leaves a tuple unchanged: it was split from the output, so autograd joins its gradients in a new tensor."""
     return _ContiguousGradient.apply(output) if isinstance(output, torch.Tensor) else output  # type: ignore[no-untyped-call]
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The same tensor, whose gradient is contiguous. A function and no hook on the tensor, so that blocks compile."""
+    """The same tensor, with a contiguous gradient. A function rather than a tensor hook, so that blocks compile."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
@@ -83,7 +84,7 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 class Kernels(TorchDispatchMode):
-    """A dispatch mode that notes which attention operators run."""
+    """A dispatch mode that records which attention kernels run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
@@ -97,5 +98,5 @@ class Kernels(TorchDispatchMode):
 
     @property
     def names(self) -> str:
-        """The kernels that ran, sorted: ``cudnn+efficient``; "unknown" when none was seen."""
+        """The kernels that ran, sorted: ``cudnn+efficient``; "unknown" if none was seen."""
         return "+".join(sorted(self.seen)) or "unknown"

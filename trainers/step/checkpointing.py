@@ -1,4 +1,4 @@
-"""Turns on gradient checkpointing: of all blocks or the first ones, nested, or with blocks' inputs in host RAM."""
+"""Turns on gradient checkpointing: of all or the first blocks, nested, or with the blocks' inputs offloaded."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def set_checkpointing(
 ) -> None:
     """Turns on non-reentrant checkpointing of the blocks that ``strategy.gradient_checkpointing`` selects.
 
-    ``partial``: the first ``checkpointed_blocks`` in the order they run. ``offload``: all blocks, with their inputs in
-    host RAM; ``inputs`` is where, if another model keeps its own there too. ``fp8``: all blocks, with their inputs in 8
-    bits. With ``nested_checkpointing`` the attentions and feed-forwards of blocks are checkpointed once more, which
-    changes neither the operators nor their order in backward (torch/utils/checkpoint.py, "Nested checkpoint").
+    ``partial``: the first ``checkpointed_blocks`` in execution order. ``offload``: all blocks, with their inputs in
+    host RAM; pass ``inputs`` to share that RAM with another model. ``fp8``: all blocks, with their inputs in 8 bits.
+    With ``nested_checkpointing`` the attentions and feed-forwards of blocks are checkpointed as well, which changes
+    neither the operators nor their order in backward (torch/utils/checkpoint.py, "Nested checkpoint").
     """
     mode = strategy.gradient_checkpointing
     if mode == "none":
@@ -38,12 +38,13 @@ def set_checkpointing(
         kept = inputs or InputsOnHost()
     elif mode == "fp8":
         kept = InputsInFp8()
-    # Stopped inside a last linear layer, recomputation would leave its weights as layerwise casting made them.
+    # With early stop, recomputation would end inside a last linear layer, and the hook that casts its weights back to
+    # fp8 (layerwise casting) would not run.
     early_stop = not (strategy.weights_dtype == "fp8" and profile.traits.ends_in_linear)
 
     def start_forward(*_: Any) -> None:
         nonlocal calls
-        calls = 0  # ``partial`` is the first blocks in the order in which they are called
+        calls = 0  # ``partial`` counts blocks in the order in which they are called
         if kept is not None:
             kept.begin()
 
@@ -63,10 +64,10 @@ def set_checkpointing(
 
 
 def block_parts(model: nn.Module, profile: ModelProfile) -> list[nn.Module]:
-    """The attentions and feed-forwards of a model's blocks. That is everything in a block except norms, modulation and,
-    if those run in parallel with attention (FLUX's single blocks), the block's own layers.
+    """The attentions and feed-forwards of a model's blocks: everything in a block except norms, modulation and the
+    linear layers that run in parallel with attention (FLUX's single blocks).
 
-    Raises a VplanError for a UNet, whose checkpointed parts are not blocks, and if blocks have no such parts.
+    Raises a VplanError for a UNet, whose checkpointed parts are not blocks, and if the blocks have no such parts.
     """
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.attention_processor import Attention
@@ -85,13 +86,13 @@ def block_parts(model: nn.Module, profile: ModelProfile) -> list[nn.Module]:
 
 
 def _unwrapped(block: nn.Module) -> nn.Module:
-    """A block, or the only child of one that has nothing else (HiDream's)."""
+    """The block, or its only child if it is a mere wrapper (HiDream's)."""
     children = list(block.children())
     return children[0] if len(children) == 1 and not list(block.parameters(recurse=False)) else block
 
 
 def _checkpointed(forward: Callable[..., Any], early_stop: bool) -> Callable[..., Any]:
-    """A module's forward, checkpointed when gradients are enabled. Its hooks are outside, so they run once."""
+    """A module's forward, checkpointed when gradients are enabled. The module's hooks are outside, so they run once."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

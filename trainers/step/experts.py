@@ -1,13 +1,14 @@
-"""Both experts of a two-expert model (Wan 2.2 A14B) in one run: which one a step trains, and where the other is.
+"""Trains both experts of a two-expert model (Wan 2.2 A14B) in one run: which one a step trains, and where the other is.
 
-An expert trains for `expert_steps` steps (of the model's training law), then the next is drawn, by how much of the
-noise levels' density lies on its side of the boundary; samples draw their levels there. So all levels come as often as
-the density says, every rank runs the same expert, and a run that is taken up goes on with the same ones. (In
-musubi-tuner 30c658c each batch's first sample decides, wan_train_network.py ``next_model_is_high_noise``, and the
-experts may change places at every one; it has one adapter for both, and diffusers takes one for each.)
+One expert trains for `expert_steps` steps, then the next expert is drawn at random. Its probability is the share of the
+noise levels' density on its side of the boundary, and samples draw their levels on that side. So all levels are as
+frequent as the density says, every rank runs the same expert, and a resumed run continues with the same sequence. (In
+musubi-tuner 30c658c the first sample of each batch decides, wan_train_network.py ``next_model_is_high_noise``, so the
+experts may alternate at every batch; it has one adapter for both, while diffusers expects one for each.)
 
-With ``inactive_expert cpu`` what is frozen of the idle one waits in pinned host RAM, as much as one expert: when it is
-to run, the two change places, weight by weight. Swapped blocks of either stay where they are; one ring is for both.
+With ``inactive_expert cpu`` the frozen weights of the idle expert are kept in pinned host RAM, as many bytes as one
+expert has. When it is to run, the two change places, weight by weight. Swapped blocks do not take part in that: those
+of both experts are always in host RAM, and use the same ring of buffers.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ from trainers.memory.quantise import Place, places
 from trainers.step import step, weights
 
 PARTS = {"high": "transformer", "low": "transformer_2"}
-"""What pipelines call the expert of high noise, which begins a sample, and that of low (diffusers WanPipeline)."""
+"""Expert -> its component in pipelines (diffusers WanPipeline). The high-noise expert makes the first part of a
+sample."""
 
 PIECE = 2**28
-"""Bytes of host RAM that are pinned at once; a larger weight has its own."""
+"""Bytes of host RAM that are pinned at once; a larger weight has a piece of its own."""
 
 
 class Experts(nn.Module):
-    """Two models of one architecture, of which one runs at a time. At first it is the one for high noise."""
+    """Two models of one architecture, only one of which runs at a time. The high-noise expert runs first."""
 
     def __init__(self, high: nn.Module, low: nn.Module) -> None:
         super().__init__()
         self.transformer, self.transformer_2 = high, low
         self.running = "high"
         self.waiting: list[torch.Tensor] = []
-        """the host RAM of the idle one's frozen weights, but for blocks that are swapped"""
+        """the host RAM with the frozen weights of the idle expert, except swapped blocks"""
         self.swaps: dict[str, swap.BlockSwap] = {}
         self._apart: frozenset[str] = frozenset()
 
@@ -57,7 +59,7 @@ class Experts(nn.Module):
         return self.get_submodule(PARTS[which])
 
     def send_idle(self, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
-        """Moves the idle expert to pinned host RAM, where it waits from now on, and the swapped blocks of both."""
+        """Moves the low-noise expert, which is idle at first, to pinned host RAM, and the swapped blocks of both."""
         for which in PARTS:
             blocks = swap.swapped_blocks(self.part(which), profile, strategy)
             if blocks:
@@ -67,20 +69,20 @@ class Experts(nn.Module):
         self.waiting = to_host(list(self._moving("low")), device)
 
     def turn(self, which: str) -> None:
-        """Makes the expert for "high" or "low" noise the one that runs, and swaps frozen weights with host RAM where
-        the other waits there."""
+        """Switches to the expert for "high" or "low" noise. If the idle expert is kept in host RAM, the frozen weights
+        of the two change places."""
         if which == self.running:
             return
         if self.waiting:
-            # Only frozen weights change places; what trains of either stays on the device.
+            # Only frozen weights change places; the trained weights of both stay on the device.
             for out, back in zip(self._moving(self.running), self._moving(which), strict=True):
                 exchange(out, back)
         if self.swaps:
-            self.swaps[self.running].release_ring()  # both pass through one ring
+            self.swaps[self.running].release_ring()  # the two share one ring
         self.running = which
 
     def _moving(self, which: str) -> Iterator[Place]:
-        """Where the tensors are that come and go with an expert."""
+        """The places of the tensors that move between device and host with an expert."""
         for name, parameter in self.part(which).named_parameters():
             if not parameter.requires_grad and name not in self._apart:
                 yield from (place for _, place in places(name, parameter))
@@ -88,8 +90,7 @@ class Experts(nn.Module):
 
 @torch.no_grad()
 def exchange(one: Place, other: Place) -> None:
-    """Swaps the contents of two places of the same shape; for a moment this takes a copy of the first on its own
-    device."""
+    """Swaps the contents of two places of the same shape. Needs memory for a copy of the first tensor on its device."""
     here, there = one.tensor, other.tensor
     between = here.clone()
     here.copy_(there, non_blocking=True)
@@ -99,9 +100,9 @@ def exchange(one: Place, other: Place) -> None:
 
 
 def to_host(moving: list[Place], device: torch.device) -> list[torch.Tensor]:
-    """Moves tensors into pieces of host RAM of at most `PIECE` bytes, pinned where there is a GPU; returns the pieces.
+    """Moves tensors into pieces of host RAM of at most `PIECE` bytes, pinned if ``device`` is a GPU; returns these.
 
-    One piece after another, so that no more than one is there twice.
+    They are moved piece by piece, so that at most one piece exists twice at a time.
     """
     pieces: list[list[Place]] = [[]]
     for place in moving:
@@ -125,7 +126,8 @@ def _aligned_bytes(place: Place) -> int:
 
 
 Fill = Callable[[str, nn.Module, Collection[str]], None]
-"""Gives a built expert (its noise, itself) its weights on the device, but for those named, which are for host RAM."""
+"""Gives a built expert its weights on the device. Arguments: "high" or "low", the model, and the names of the weights
+that go to host RAM instead."""
 
 
 def pair(
@@ -136,8 +138,8 @@ def pair(
     fill: Fill,
     lora_alpha: float | None = None,
 ) -> Experts:
-    """Both experts, each built as one of them is. They share what checkpoints in host RAM take, for one runs at a
-    time."""
+    """Builds both experts, each as a single model is built. They share the host RAM for offloaded checkpoints, because
+    only one runs at a time."""
     inputs, waits = InputsOnHost(), strategy.inactive_expert == "cpu"
     models = []
     for which in PARTS:
@@ -157,8 +159,8 @@ def from_folder(
     root: Path, profile: ModelProfile, job: Job, device: torch.device, begin: Callable[[str, nn.Module], weights.Begin],
     trained: weights.Weights | None = None,
 ) -> Fill:  # fmt: skip
-    """Weights of a pipeline's folder; ``begin``: how the adapters of a part begin, by its name and model;
-    ``trained``: a checkpoint's weights, of both."""
+    """Fills the experts with the weights of a pipeline's folder. ``begin`` gives the adapter initialisation for a
+    part's name and model; ``trained``: a checkpoint's weights, of both experts."""
 
     def fill(which: str, model: nn.Module, waiting: Collection[str]) -> None:
         folder = model_folder(root, profile, job.replace(experts=which))
@@ -171,8 +173,8 @@ def from_folder(
 
 
 def chosen(profile: ModelProfile, seed: int, number: int, expert_steps: int | None = None) -> str:
-    """The expert (``high`` or ``low``) that a step trains, the number of steps before it given: the same on every rank,
-    and in a resumed run. ``expert_steps``: for how many steps it is held; None: as the profile says."""
+    """The expert (``high`` or ``low``) that a step trains; the same on every rank and in a resumed run. ``number``: of
+    the steps before it. ``expert_steps``: how many steps in a row train one expert; None: the profile's number."""
     drawn = sample_seed(seed, "expert", number // (expert_steps or profile.training.expert_steps)) / 2**63
     return "high" if drawn < high_share(profile.training) else "low"
 

@@ -1,7 +1,7 @@
-"""Loss scaling: small gradients vanish in fp16, so the loss is made larger first and they are made smaller afterwards.
+"""Loss scaling: small gradients underflow in fp16, so the loss is scaled up and the gradients are scaled down again.
 
-torch's own (``torch.amp.GradScaler``, arXiv 1710.03740, section 3.2). It takes a few numbers on the GPU and unscales in
-place, so a plan's memory is what it is without it, and recordings leave it out.
+Built on ``torch.amp.GradScaler`` (arXiv 1710.03740, section 3.2). It keeps a few numbers on the GPU and unscales in
+place, so it does not change a plan's memory, and recordings leave it out.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from trainers.step.optimizers import Optimizer
 
 
 class LossScaler(torch.amp.GradScaler):
-    """A scaler that counts the steps it leaves out, because a gradient was infinite at that scale."""
+    """A scaler that counts the steps it skips because a gradient was infinite."""
 
     skipped = 0
 
     def step_unless_infinite(self, optimizer: Optimizer) -> None:
-        """Steps over unscaled gradients, or leaves the weights as they are and halves the scale."""
+        """Steps with the unscaled gradients; if one is infinite, skips the step and halves the scale."""
         before = self.get_scale()
         self.step(optimizer)  # type: ignore[arg-type]  # ours have all that it asks of torch's
         self.update()
@@ -31,8 +31,8 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """torch copies the scale to wherever gradients are without waiting for it, and the CPU does not wait by itself:
-        for gradients in host RAM (`OnHost`) it is there before."""
+        """Unscales the gradients, those in host RAM (`OnHost`) too: torch copies the scale to the gradients' device
+        asynchronously, and the CPU would read it before the copy is done. So it is copied synchronously first."""
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         if any(weight.grad is not None and weight.grad.is_cpu for weight in weights):
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()

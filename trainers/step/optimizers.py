@@ -1,4 +1,5 @@
-"""The optimizers of a strategy, each from the library that trainers take it from, and the step inside backward."""
+"""A strategy's optimizer, from the library that other trainers use for it, and wrappers: steps inside backward, fp32
+masters, states in host RAM."""
 
 from __future__ import annotations
 
@@ -22,20 +23,20 @@ class StepFlags(TypedDict, total=False):
 
 LOOP: StepFlags = {"foreach": False}
 FOREACH: dict[str, StepFlags] = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": LOOP, "backward": LOOP}
-"""torch AdamW's ways of stepping. Inside backward there is one parameter at a time."""
+"""`optimizer_step` -> torch AdamW's flags. Inside backward each optimizer has a single parameter."""
 
 ALIGNMENT = 16
-"""Bytes at a multiple of which each weight begins in host RAM: that of vector registers, and of every format."""
+"""Alignment of weights in host RAM in bytes: enough for vector registers and for every dtype."""
 
 WAYS = ("foreach", "fused")
-"""Settings of a torch optimizer's group that say how it steps."""
+"""Settings of a torch parameter group that say how the optimizer steps."""
 
 
 class MuonAndAdamW:
-    """torch's Muon over the matrices, and AdamW over what is no matrix, which Muon does not take.
+    """torch's Muon for matrices, and AdamW for all other parameters, which Muon does not support.
 
-    Updates are scaled to AdamW's size, so that AdamW's learning rates hold (torch.optim.Muon, ``match_rms_adamw``,
-    arXiv 2502.16982). An adapter on linear layers is matrices only.
+    Muon's updates are scaled to AdamW's size, so that AdamW's learning rates apply (torch.optim.Muon,
+    ``match_rms_adamw``, arXiv 2502.16982). An adapter on linear layers has matrices only.
     """
 
     def __init__(self, parameters: list[nn.Parameter], settings: TrainingSettings) -> None:
@@ -54,7 +55,7 @@ class MuonAndAdamW:
             optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients: they become None, or zeros when `set_to_none` is false."""
+        """Clears all gradients: they become None, or zeros if `set_to_none` is false."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
@@ -79,10 +80,10 @@ class MuonAndAdamW:
 
 
 class SteppedInBackward:
-    """An optimizer per parameter, which steps as soon as the gradient is there and frees it.
+    """An optimizer for each parameter, which steps as soon as the parameter's gradient is ready and then frees it.
 
-    torch ``register_post_accumulate_grad_hook`` (pytorch tutorial ``optimizer_step_in_backward``; sd-scripts
-    ``--fused_backward_pass``, diffusion-pipe ``gradient_release``). No gradient is left to clip.
+    Uses ``register_post_accumulate_grad_hook`` (PyTorch tutorial ``optimizer_step_in_backward``; sd-scripts
+    ``--fused_backward_pass``, diffusion-pipe ``gradient_release``). Gradients cannot be clipped by their joint norm.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, settings: TrainingSettings) -> None:
@@ -96,7 +97,7 @@ class SteppedInBackward:
     def step_parameter(self, parameter: torch.Tensor) -> None:
         """Steps one parameter and frees its gradient; called during backward."""
         optimizer = self.optimizers[parameter]
-        if parameter in self._taken_up:  # a swapped parameter was in host RAM then, and torch puts states beside it
+        if parameter in self._taken_up:  # torch put loaded states where the parameter was: a swapped one, in host RAM
             self._taken_up.remove(parameter)
             state = optimizer.state[parameter]
             for name, value in state.items():
@@ -107,7 +108,7 @@ class SteppedInBackward:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers: what a learning rate is written into."""
+        """The parameter groups of all optimizers, for setting the learning rate."""
         return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,10 +128,10 @@ class SteppedInBackward:
 
 
 class OverMasters:
-    """An optimizer over fp32 copies of 16-bit parameters, which it copies back after each step.
+    """An optimizer over fp32 copies of 16-bit parameters, which are copied back after each step.
 
-    apex FP16_Optimizer (apex/fp16_utils). Gradients are cast to fp32 one by one, and each 16-bit one is let go. What is
-    kept in fp32 is its own master.
+    Works as apex's FP16_Optimizer (apex/fp16_utils). Gradients are cast to fp32 one by one, and each 16-bit gradient is
+    freed after its cast. A parameter that is fp32 already is its own master.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, settings: TrainingSettings) -> None:
@@ -141,7 +142,7 @@ class OverMasters:
         self.optimizer = make_one(list(self.masters.values()), strategy, settings)
 
     def step(self) -> None:
-        """Steps the masters over the parameters' gradients, which are gone then."""
+        """Steps the masters with the parameters' gradients, and frees these."""
         for parameter, master in self.masters.items():
             if parameter.grad is not None and master is not parameter:
                 master.grad = parameter.grad.float()
@@ -180,10 +181,10 @@ class OverMasters:
 
 
 class OnHost:
-    """An optimizer in host RAM over pinned copies of the parameters, in their own format, and of their gradients.
+    """An optimizer in host RAM over pinned copies of the parameters, in the parameters' dtype, and of their gradients.
 
-    As torchao's CPUOffloadOptimizer, whose gradients leave before anyone could clip them. ``take_gradients`` sends them
-    when backward is over; with ``offload_gradients`` each leaves as soon as it is there, beside the computation.
+    Similar to torchao's CPUOffloadOptimizer, which does not allow clipping. ``take_gradients`` copies the gradients
+    after backward; with ``offload_gradients`` each is copied as soon as it is ready, while backward goes on.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], strategy: Strategy, settings: TrainingSettings) -> None:
@@ -197,7 +198,7 @@ class OnHost:
         }
         self.gradients = dict(zip(trained, gradients, strict=True))
         self._sending = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # One parameter at a time, in one pass over its numbers where there is a kernel for that.
+        # One parameter at a time; AdamW's fused kernel reads and writes each number once.
         how = "fused" if strategy.optimizer == "adamw" else "loop"
         self.optimizer = make_one(list(self.hosts.values()), strategy.replace(optimizer_step=how), settings)
         if strategy.offload_gradients != "none":
@@ -205,7 +206,7 @@ class OnHost:
                 parameter.register_post_accumulate_grad_hook(self._send)
 
     def _send(self, parameter: torch.Tensor) -> None:
-        """Copies a gradient to the host behind the computation of it, and lets it go."""
+        """Copies a gradient to the host once it is computed, and frees it on the device."""
         gradient = parameter.grad
         assert gradient is not None and isinstance(parameter, nn.Parameter)
         host = self.gradients[parameter]
@@ -220,7 +221,8 @@ class OnHost:
         parameter.grad = None
 
     def take_gradients(self) -> list[nn.Parameter]:
-        """The parameters' gradients are in host RAM when it returns, and nowhere else; the weights that have them."""
+        """Moves all remaining gradients to host RAM and waits for the copies. Returns the host weights, which have the
+        gradients now."""
         for parameter in self.hosts:
             if parameter.grad is not None:
                 self._send(parameter)
@@ -239,7 +241,7 @@ class OnHost:
         """Clears the gradients; their buffers in host RAM are reused."""
         for host in self.hosts.values():
             host.grad = None
-        if self._sending is not None:  # the weights have left before the next gradients come
+        if self._sending is not None:  # the weights must have been copied out before new gradients arrive
             torch.cuda.current_stream(self._sending.device).synchronize()
 
     @property
@@ -248,8 +250,8 @@ class OnHost:
         return self.optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's states for a checkpoint, in the same form as those of an optimizer on the GPU: a run may be
-        resumed with either."""
+        """The optimizer's states for a checkpoint, in the same form as those of an optimizer on the GPU, so that a run
+        can be resumed with either."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -263,8 +265,8 @@ class OnHost:
 
 
 def _host_like(parameters: list[nn.Parameter], pinned: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Host RAM for as much as some parameters, and each one's part of it. It is pinned as a whole: CUDA pins pages, and
-    those of small weights lie together in one."""
+    """A buffer in host RAM as large as some parameters, and a view of it for each. It is pinned as a whole: CUDA pins
+    pages, and a page may hold several small weights."""
     ends = [0]
     for parameter in parameters:
         ends.append(ends[-1] + -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT)
@@ -279,11 +281,12 @@ Optimizer = torch.optim.Optimizer | MuonAndAdamW | SteppedInBackward | OverMaste
 
 
 def take_up(optimizer: Optimizer, kept: dict[str, Any]) -> None:
-    """Gives an optimizer a state it has kept, each tensor in the format it was kept in.
+    """Loads a saved optimizer state, each tensor in the dtype it was saved in.
 
-    ``torch.optim.Optimizer.load_state_dict`` casts states to the parameters' format, and Adafactor and CAME keep those
-    of 16-bit weights in fp32. bitsandbytes keeps its own apart from the rest, and never casts them. How it steps is the
-    plan's, not the checkpoint's: a run that ran out of memory may go on with another way.
+    ``torch.optim.Optimizer.load_state_dict`` casts states to the parameters' dtype, but Adafactor and CAME keep those
+    of 16-bit weights in fp32. (bitsandbytes handles its states separately and does not cast them.) The settings in
+    `WAYS` are the plan's, not the checkpoint's: a run that ran out of memory may continue with another
+    `optimizer_step`.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer.load_state_dict(kept)
@@ -301,16 +304,16 @@ def take_up(optimizer: Optimizer, kept: dict[str, Any]) -> None:
 
 
 AS_PRESET = TrainingSettings()
-"""For steps whose numbers nobody reads."""
+"""Default settings, for steps whose results do not matter."""
 
 
 def make_optimizer(
     trainable: dict[str, nn.Parameter], strategy: Strategy, settings: TrainingSettings = AS_PRESET
 ) -> Optimizer:
-    """The optimizer that a strategy asks for, over the trained parameters by name."""
+    """The optimizer that a strategy asks for, over the trained parameters."""
     if strategy.master_weights == "fp32" and not strategy.sharding.startswith("zero"):  # DeepSpeed keeps its own
         return OverMasters(trainable.values(), strategy, settings)
-    if strategy.offload_optimizer == "cpu" and strategy.sharding not in SPLIT:  # which have their own
+    if strategy.offload_optimizer == "cpu" and strategy.sharding not in SPLIT:  # those offload it themselves
         return OnHost(trainable.values(), strategy, settings)
     if strategy.optimizer_step == "backward":
         return SteppedInBackward(trainable.values(), strategy, settings)
@@ -322,8 +325,8 @@ def make_one(
 ) -> torch.optim.Optimizer | MuonAndAdamW:
     """One optimizer over some parameters.
 
-    AdamW and Muon are torch's; 8-bit AdamW, paged or not, and Lion are bitsandbytes'; Adafactor is transformers' with a
-    fixed learning rate, as sd-scripts recommends it; CAME is its authors' (came-pytorch, arXiv 2307.02047); Prodigy is
+    AdamW and Muon are torch's. 8-bit AdamW, paged or not, and Lion are bitsandbytes'. Adafactor is transformers' with a
+    fixed learning rate, as sd-scripts recommends. CAME is its authors' (came-pytorch, arXiv 2307.02047), Prodigy
     prodigyopt's.
     """
     if strategy.optimizer == "muon":

@@ -1,6 +1,6 @@
-"""Allocates a model that was built on ``meta``: each weight on the GPU, in host RAM, or as this rank's share.
+"""Allocates a model that was built on ``meta``: each weight on the GPU, in host RAM, or as this rank's shard.
 
-`place` is for random weights (probes); `trainers.step.weights` loads those of files with `materialise`.
+Probes call `place` for random weights; `trainers.step.weights` calls `materialise` to load weights from files.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from planner.spec.job import Strategy
 from trainers.memory import quantise, swap
 
 Fill = Callable[[str, torch.Tensor], None]
-"""Gives a weight, by its full name and just allocated, its values."""
+"""Fills a newly allocated weight, given its full name."""
 
 
 def place(
     model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device, fill: Fill | None = None
 ) -> None:
-    """Materialises a model on ``device``. The blocks that are swapped and the shares that FSDP2 offloads stay in host
-    RAM."""
+    """Materialises a model on ``device``. Swapped blocks and the shards that FSDP2 offloads stay in host RAM."""
     swapped = swap.swapped_blocks(model, profile, strategy)
     materialise(model, device, fill, swap.on_host(swapped) | offloaded_shares(model, strategy))
     if swapped:
@@ -31,7 +30,7 @@ def place(
 
 
 def offloaded_shares(model: nn.Module, strategy: Strategy) -> frozenset[str]:
-    """The names of the parameters that FSDP2 splits and keeps in host RAM: all, or none."""
+    """The names of the parameters that FSDP2 shards and keeps in host RAM: all or none."""
     if strategy.sharding != "fsdp" or strategy.offload_params != "cpu":
         return frozenset()
     return frozenset(name for name, _ in model.named_parameters())
@@ -42,11 +41,10 @@ def materialise(
 ) -> None:
     """Allocates parameters that are still on ``meta`` on ``device``, module by module, and copies the buffers there.
 
-    Those named in ``on_host`` are allocated in host RAM instead. A quantised base is quantised on the device, one
-    half-precision weight after another, and moved to host RAM afterwards if it waits there; so are the shares of FSDP2.
-    Tied parameters stay tied.
+    Parameters named in ``on_host`` end up in host RAM. Quantised weights and FSDP2's shards are made on the device, one
+    half-precision weight at a time, and moved to host RAM afterwards. Tied parameters stay tied.
     """
-    allocated: dict[nn.Parameter, nn.Parameter] = {}  # meta parameter -> its allocation: a tied one is met again
+    allocated: dict[nn.Parameter, nn.Parameter] = {}  # meta parameter -> its allocation; tied ones occur again
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter in allocated:
@@ -65,20 +63,20 @@ def materialise(
                 if waits and packed:
                     quantise.to_host(module._parameters[name])
                 allocated[parameter] = module._parameters[name]
-                del weight  # or the half-precision one would still be there beside the next
+                del weight  # otherwise the half-precision weight would live on while the next one is allocated
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_cpu:  # FSDP2 has moved them to the GPU: not a second time
+            if buffer is not None and buffer.is_cpu:  # FSDP2 has already moved its buffers to the GPU
                 module._buffers[name] = buffer.to(device, copy=True)
 
 
 def _is_split(parameter: nn.Parameter) -> bool:
-    """Whether FSDP2 splits the parameter. It is a DTensor then; the class is not imported, to save that for those who
-    do not need it."""
+    """Whether FSDP2 shards the parameter, which is a DTensor then. Recognised by an attribute, because importing the
+    class is slow and few runs need it."""
     return hasattr(parameter, "device_mesh")
 
 
 def _share_of(weight: torch.Tensor, parameter: Any, waits: bool) -> nn.Parameter:
-    """This rank's part of a whole weight, cut as FSDP2 cut the parameter on meta; in host RAM if it waits there."""
+    """This rank's shard of a whole weight, split as FSDP2 split the parameter on meta; in host RAM if ``waits``."""
     from torch.distributed.tensor import DTensor
 
     mesh, place = parameter.device_mesh, parameter.placements
@@ -88,8 +86,8 @@ def _share_of(weight: torch.Tensor, parameter: Any, waits: bool) -> nn.Parameter
 
 
 def part_of(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """This rank's rows of a whole tensor, split like ``like``, a DTensor that FSDP2 made: by rows over the last
+    """This rank's rows of a whole tensor, split as ``like`` is, a DTensor made by FSDP2: by rows, over the last
     dimension of its mesh."""
     mesh, last = like.device_mesh, like.device_mesh.ndim - 1
     parts, rank = whole.chunk(mesh.size(last)), mesh.get_local_rank(last)
-    return parts[rank] if rank < len(parts) else whole[:0]  # there are fewer parts where there are fewer rows
+    return parts[rank] if rank < len(parts) else whole[:0]  # a tensor with fewer rows than ranks has fewer parts

@@ -43,7 +43,7 @@ Batch = dict[str, torch.Tensor]
 seed (`random_draws.SEEDS`), last, and the batch's weight (`WEIGHT`)."""
 
 WEIGHT = "weight"
-"""Key of a batch: the factor of its mean loss, a scalar on the CPU; 1 where it is not there."""
+"""Key of a batch: the factor on its mean loss, a scalar on the CPU; 1 if absent."""
 
 
 class Engine:
@@ -106,11 +106,11 @@ def build_model(
     inputs: InputsOnHost | None = None,
     lora_alpha: float | None = None,
 ) -> nn.Module:
-    """The diffusers model with its adapter, dtypes and checkpointing; parameters are still on ``meta``.
+    """Builds the diffusers model with its adapter, dtypes and checkpointing; parameters are still on ``meta``.
 
     Non-persistent buffers (RoPE tables) are computed for real, as in ``from_pretrained``. ``config`` replaces the
-    published architecture, for example by one with fewer blocks. ``inputs``: where several models, of which one runs at
-    a time, share the host RAM for checkpoints. ``lora_alpha`` divided by the rank scales the adapter.
+    published architecture, for example by one with fewer blocks. ``inputs``: the host RAM for offloaded checkpoints, to
+    be shared by models of which only one runs at a time. The adapter's scale is ``lora_alpha`` divided by the rank.
     """
     from diffusers.models.modeling_utils import no_init_weights
 
@@ -120,7 +120,7 @@ def build_model(
         model = build(named, config or profile.config)
         families.family(profile).complete(model)
     weights = strategy.weights(job.method)
-    # Dtypes and quantised layers come before the adapter: peft picks its kind of LoRA layer by the layer it wraps.
+    # Dtypes and quantised layers come before the adapter: peft chooses the LoRA layer by the layer it wraps.
     cast_weights(model, compute_dtype(strategy) if weights in QUANTISED else DTYPES[weights])
     model.requires_grad_(False)
     if weights in QUANTISED:
@@ -136,9 +136,9 @@ def build_model(
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives every parameter and saved table the dtype that ``from_pretrained(torch_dtype=dtype)`` gives it.
+    """Gives every parameter and persistent buffer the dtype that ``from_pretrained(torch_dtype=dtype)`` gives it.
 
-    Tables that are not saved are computed with the model, some in fp64, and kept in fp32. The modules named in
+    Non-persistent buffers are computed with the model; those in fp64 are cast to fp32. The modules named in
     ``_keep_in_fp32_modules`` stay in fp32; diffusers matches whole components of the name.
     """
     fp32_modules = set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -156,18 +156,18 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 WHOLE = 1 << 20
-"""A rank above which no matrix of a LoKr is split in two (peft tuners/lokr/layer.py, ``use_w2``), as SimpleTuner's
-example and ai-toolkit ask for; as its alpha too, the scale is 1."""
+"""A LoKr rank so large that no matrix is split in two (peft tuners/lokr/layer.py, ``use_w2``), as SimpleTuner's
+example and ai-toolkit set it. It is used as alpha too, so the scale is 1."""
 
 NEAR_ROOT = -1
-"""peft's factor for sides that are nearest to the square root."""
+"""peft's decompose factor that splits a side into factors nearest to its square root."""
 
 
 def add_adapter(model: nn.Module, job: Job, strategy: Strategy, alpha: float | None = None) -> None:
     """Adds a peft LoRA, DoRA or LoKr on ``job.lora_targets`` in ``strategy.adapter_dtype``.
 
-    Alpha is the rank if none is set, as in diffusers' examples. The forward multiplies by the scale as a plain number,
-    so it takes no memory.
+    Alpha defaults to the rank, as in diffusers' examples. The forward multiplies by the scale as a plain number, so the
+    scale takes no memory.
     """
     from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -191,15 +191,15 @@ def add_adapter(model: nn.Module, job: Job, strategy: Strategy, alpha: float | N
             parameter.data = parameter.data.to(DTYPES[strategy.adapter_dtype])
             parameter.requires_grad_(True)
     if strategy.adapter_inputs == "shared":
-        # Autocast casts what a matrix product reads anyhow: there from fp32 and back is a copy of the same numbers.
+        # Under autocast a matrix product casts its input anyway, so peft's cast to fp32 would be a useless copy.
         for module in model.modules():
             if isinstance(module, BaseTunerLayer):
                 module.cast_input_dtype_enabled = False  # what peft's `disable_input_dtype_casting` sets
 
 
 def choose_kernels(model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
-    """Sets up what only a model that really runs has: the strategy's attention kernel, with gradients laid out as that
-    kernel needs them, and compiled blocks."""
+    """Sets up what a recording leaves out: the strategy's attention kernel, with gradients laid out as that kernel
+    needs them, and compiled blocks."""
     attention_kernels.ask_for(model, strategy.attention, device)
     if attention_kernels.cudnn_runs(strategy.attention, device):
         attention_kernels.lay_out_gradients(model)
@@ -214,8 +214,8 @@ def compile_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) 
     """Compiles the forward of each repeated block in place if ``strategy.compile`` is ``blocks``; never for recording.
 
     This is regional compilation, as in diffusers' ``compile_repeated_blocks`` (PyTorch recipe "regional_compilation"):
-    like blocks share the compiled code. Only the forward is compiled, so what is around a block (checkpointing, swap,
-    FSDP2's gathering) stays as it is. If torch would silently give up compiling, the run ends instead.
+    identical blocks share the compiled code. Only the forward is compiled, so what wraps a block (checkpointing, swap,
+    FSDP2's gathering) is unaffected. Where torch would silently fall back to eager, the run fails instead.
     """
     if strategy.compile == "none":
         return
@@ -226,7 +226,7 @@ def compile_blocks(model: nn.Module, profile: ModelProfile, strategy: Strategy) 
 
 
 def compiled_blocks(model: nn.Module, profile: ModelProfile) -> list[nn.Module]:
-    """The blocks that are alike. In a UNet, whose stages differ, these are the transformer blocks inside them."""
+    """The repeated blocks. In a UNet, whose stages differ, these are the transformer blocks inside the stages."""
     if profile.traits.stages:
         repeated: Collection[str] = model._repeated_blocks  # type: ignore[assignment]  # diffusers' own attribute
         return [module for module in model.modules() if type(module).__name__ in repeated]
@@ -249,8 +249,8 @@ def autocast(strategy: Strategy, device: torch.device) -> Iterator[None]:
 
 
 def compute_dtype(strategy: Strategy) -> torch.dtype:
-    """The dtype of the model's inputs: autocast's, else the weights', else the one that quantised weights are unpacked
-    to. Under FSDP2 it is the dtype in which weights are gathered, however the shares are stored."""
+    """The dtype of the model's inputs: autocast's, else that of the weights, or, if these are quantised, the one they
+    are dequantised to. Under FSDP2 it is the dtype in which weights are gathered, however the shards are stored."""
     if strategy.autocast != "none":
         return DTYPES[strategy.autocast]
     if strategy.sharding == "fsdp":
@@ -261,22 +261,22 @@ def compute_dtype(strategy: Strategy) -> torch.dtype:
 def forward(trainee: Trainee, family: Family, batch: Batch, strategy: Strategy) -> torch.Tensor:
     """The loss of one batch: a scalar with its graph, before any scaling.
 
-    Noise and noise levels are drawn from the seeds in the batch, so a sample draws the same on any number of ranks and
-    in any micro-batch.
+    Noise and noise levels are drawn from the seeds in the batch, so they do not depend on the number of ranks or on the
+    micro-batch that a sample is in.
     """
     device = next(iter(batch.values())).device
     with random_draws.from_seeds(batch.get(random_draws.SEEDS), device):
         inputs, target = family.inputs_and_target(batch)
     with autocast(strategy, device):
         outputs = trainee.model(**inputs, **family.plain_outputs)
-    # Outside autocast: accelerate wraps the model's forward alone.
+    # Outside autocast, because accelerate wraps only the model's forward.
     return family.loss(family.prediction(outputs), target, inputs)
 
 
 @torch.no_grad()
 def sample_forward(trainee: Trainee, family: Family, batch: Batch, strategy: Strategy) -> Any:
-    """The model's prediction for one batch of noisy latents, without a graph: one step of sampling. One tensor, or as
-    many as the family's `prediction` has."""
+    """The model's prediction for one batch of noisy latents, without a graph: one step of sampling. One tensor, or
+    whatever the family's `prediction` returns."""
     inputs, _ = family.inputs_and_target(batch)
     with autocast(strategy, next(iter(batch.values())).device):
         return family.prediction(trainee.model(**inputs, **family.plain_outputs))
@@ -286,11 +286,17 @@ def accumulated_step(trainee: Trainee, family: Family, batches: Iterable[Batch],
     """Runs one optimisation step on the micro-batches of this process; returns the mean of their weighted losses,
     detached.
 
-    There are as many as ``gradient_accumulation`` says. If ``batches`` is lazy, only one is on the device at a time.
+    There must be ``gradient_accumulation`` of them. If ``batches`` is lazy, only one is on the device at a time.
     """
     loss = gradients(trainee, family, batches, strategy)
-    trainee.engine.step(trainee)
+    optimizer_step(trainee)
     return loss
+
+
+def optimizer_step(trainee: Trainee) -> None:
+    """Runs the optimizer with the gradients of `gradients`. A probe looks for this function in the traceback of an
+    out-of-memory error, to tell the optimizer from the passes."""
+    trainee.engine.step(trainee)
 
 
 def gradients(trainee: Trainee, family: Family, batches: Iterable[Batch], strategy: Strategy) -> torch.Tensor:

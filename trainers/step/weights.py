@@ -1,7 +1,7 @@
-"""Loads published weights into a model that was built on ``meta``: safetensors of a diffusers folder, nothing else.
+"""Loads published weights into a model that was built on ``meta``, from the safetensors files of a diffusers folder.
 
-Tensors are read one by one as the model is allocated, so nothing is in memory twice. A tensor that is missing, left
-over or of another shape is refused by name: a partly random model would train without anybody noticing.
+Tensors are read one by one as the model is allocated, so nothing is in memory twice. Missing, unexpected and misshapen
+tensors are errors that name them: a partly random model would train without anybody noticing.
 """
 
 from __future__ import annotations
@@ -28,33 +28,34 @@ from trainers.memory import swap
 from trainers.step import placement
 
 NAMED = 5
-"""Tensors that a refusal names; the rest it counts."""
+"""Tensors that an error message names; it gives only the number of the others."""
 
 
 Begin = Callable[[str, Tensor], None]
-"""Gives a new adapter's weight, by its full name, its values."""
+"""Initialises a weight of a new adapter, given its full name."""
 
 
 SHARDING_INFO, BEGINS = "DCP_SHARDING_INFO", "saved_offsets"
-"""Metadata of a file with shares of tensors, and in it where each begins (torch.distributed.checkpoint._hf_utils)."""
+"""Key of the metadata of a file with shards of tensors, and the key in it that says where a shard begins
+(torch.distributed.checkpoint._hf_utils)."""
 
 
 class Weights:
-    """The tensors of some safetensors files, by name. Files are opened once; a tensor is read when it is needed.
-    Several files may hold shares of a tensor, as in torch's distributed checkpoints."""
+    """The tensors of several safetensors files, by name. Files are opened once, and a tensor is read when it is needed.
+    A tensor's shards may be in several files, as in torch's distributed checkpoints."""
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self.folder = folder
         self.prefix = ""
         self._where: dict[str, list[tuple[Any, list[int] | None]]] = {}
-        """the files with a tensor's shares, and where each share begins; None: it is all of it"""
+        """the files with a tensor's shards, and where each shard begins; None if the file has the whole tensor"""
         for file in (_open(folder, name) for name in names):
             begins = json.loads((file.metadata() or {}).get(SHARDING_INFO, "{}"))
             for key in file.keys():  # noqa: SIM118  # no mapping
                 self._where.setdefault(key, []).append((file, begins.get(key, {}).get(BEGINS)))
 
     def under(self, prefix: str) -> Weights:
-        """The tensors whose names begin with ``prefix``, by the rest of their names."""
+        """The tensors whose names begin with ``prefix``, under their names without it."""
         weights = copy.copy(self)
         weights.prefix = self.prefix + prefix
         weights._where = {key.removeprefix(prefix): kept for key, kept in self._where.items() if key.startswith(prefix)}
@@ -67,8 +68,7 @@ class Weights:
 
     @torch.no_grad()
     def fill(self, name: str, weight: Tensor) -> None:
-        """Copies the tensor of a name into a weight of the same shape, whatever its dtype; a VplanError for another
-        shape."""
+        """Copies the tensor of this name into a weight of any dtype. Raises a VplanError if their shapes differ."""
         shares = [(file.get_tensor(self.prefix + name), begin) for file, begin in self._where[name]]
         places = [
             [slice(at, at + length) for at, length in zip(begin or [0] * share.ndim, share.shape, strict=True)]
@@ -83,7 +83,7 @@ class Weights:
 
 
 def published(folder: Path, profile: ModelProfile) -> Weights:
-    """The weights of a diffusers folder. They must have the architecture that the plan was estimated for."""
+    """The weights of a diffusers folder. Raises a VplanError if it has another architecture than the plan's model."""
     check_architecture(folder, profile)
     return Weights(folder, file_names(folder))
 
@@ -100,7 +100,7 @@ def load(
     """Allocates a built model on the device with its weights from files.
 
     The weights of ``swapped`` blocks and those named in ``waiting`` stay in host RAM. ``trained``: a checkpoint's
-    weights, by the names of the trained parameters. ``begin``: initialises a new adapter.
+    weights, under the names of the trained parameters. ``begin`` initialises a new adapter.
     """
     kept = trained.names if trained else frozenset()
     wanted = {_published(name) for name, _ in model.named_parameters() if not is_of_adapter(name)}
@@ -128,13 +128,14 @@ def load(
 
 
 MAGNITUDE = ".lora_magnitude_vector."
-"""In the name of what DoRA trains beside an adapter (peft tuners/lora/dora.py): a number for each row of a layer."""
+"""Part of the names of DoRA's magnitudes, one number per row of a layer, which train in addition to the adapter (peft
+tuners/lora/dora.py)."""
 
 
 @torch.no_grad()
 def _fill_magnitude(name: str, magnitude: Tensor, model: nn.Module, weights: Weights) -> None:
-    """Initialises a DoRA's magnitudes with the row norms of the published weight, as peft does (``update_layer``; the
-    adapter itself starts at zero), in host RAM and fp32."""
+    """Initialises a DoRA's magnitudes with the row norms of the published weight, as peft does (``update_layer``). The
+    norms are those of the base alone, because the adapter starts at zero. Computed in host RAM in fp32."""
     base = f"{name.partition(MAGNITUDE)[0]}.base_layer.weight"
     frozen = model.get_parameter(base)
     whole = torch.empty(frozen.shape, dtype=frozen.dtype)
@@ -144,9 +145,9 @@ def _fill_magnitude(name: str, magnitude: Tensor, model: nn.Module, weights: Wei
 
 
 def fresh(seed: int, init: str = "gaussian") -> Begin:
-    """Initialises new adapters so that the model is unchanged, identically on every rank. B is zero; A is normal with a
-    deviation of 1 / rank (``gaussian``) or uniform like linear layers (``kaiming``), as in peft tuners/lora/layer.py.
-    The first matrix of a LoKr is zero and the second uniform (tuners/lokr/layer.py)."""
+    """Initialises new adapters so that they do not change the model's output, identically on every rank. B is zero; A
+    is normal with a standard deviation of 1 / rank (``gaussian``) or uniform like linear layers (``kaiming``), as in
+    peft tuners/lora/layer.py. The first matrix of a LoKr is zero and the second uniform (tuners/lokr/layer.py)."""
 
     @torch.no_grad()
     def begin(name: str, weight: Tensor) -> None:
@@ -166,12 +167,12 @@ def fresh(seed: int, init: str = "gaussian") -> Begin:
 
 
 def _published(name: str) -> str:
-    """The published name of a parameter, without the adapter's wrapping."""
+    """A parameter's name in the published files, which do not know the adapter's ``base_layer``."""
     return name.replace(".base_layer.", ".")
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of a model that published weights contain, by full name."""
+    """The persistent buffers of a model, which published weights contain, by full name."""
     tables = {}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():

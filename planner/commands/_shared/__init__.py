@@ -1,6 +1,6 @@
-"""What the verbs share, and the longer parts of single verbs.
+"""Code shared by the verbs, and the longer parts of single verbs.
 
-Every verb uses `verb` (help, exit codes, the answer as text or JSON); those that ask about a plan `options` (a flag for
-each field), `request` (the typed question) and `rendering`. Of one verb alone are `accuracy` and `training`, and of
-check `oom`, of calibrate `grid_campaign`, of suggest `gpu_count`, of record `own_model`, of tune `progress`.
+Every verb uses `verb` (help, exit codes, the answer as text or JSON). Verbs about a plan use `options` (a flag for each
+field), `request` (the typed question) and `rendering`. Parts of single verbs: `accuracy` and `training`, `oom` (check),
+`grid_campaign` (calibrate), `gpu_count` (suggest), `own_model` (record) and `progress` (tune).
 """

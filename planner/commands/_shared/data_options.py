@@ -1,4 +1,4 @@
-"""The options that say which data is trained on, and for how long: shared by the verbs that read it."""
+"""Options for the training data and the length of the job, shared by the verbs that use them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 FRAME_SAMPLING = ("first", "even", "random", "windows")
-"""Values of a source's `frames`, whose record takes time to import: verbs without --data should start without it."""
+"""Values of a source's `frames`, repeated here because importing its record would slow down verbs without --data."""
 
 SETTINGS = ("trigger", "caption", "repeats", "frame_sampling", "fps", "flip")
-"""Options that are a source's fields. `frames` is the plan's length elsewhere, so its option has another name."""
+"""Options that are fields of a source. Elsewhere `frames` is the plan's length, so this option has another name."""
 
 
 def data_options(*, required: bool, what: str | None = None) -> Callable[[Command], Command]:
-    """Adds --data and the settings of a folder to a command. ``what``: its help text, where it is another."""
+    """Adds --data and the settings of a folder to a command. ``what``: help text of --data, to replace the default."""
     folder = "Folder of clips or images with their captions, or a dataset.toml."
     usual = folder if required else f"Also check this data against the plan's shapes: {folder[0].lower()}{folder[1:]}"
     options = [
@@ -84,7 +84,7 @@ def data_options(*, required: bool, what: str | None = None) -> Callable[[Comman
 
 
 def typed_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a folder that were typed, by field of `DataSource`."""
+    """The typed settings of a folder, by field of `DataSource`."""
     typed = {name: options[name] for name in SETTINGS if options[name] not in (None, False)}
     return {"frames" if name == "frame_sampling" else name: value for name, value in typed.items()}
 
@@ -92,7 +92,7 @@ def typed_settings(options: Mapping[str, Any]) -> dict[str, Any]:
 # ---- whole jobs
 
 _SKIPPED = "vplan.skipped"
-"""What a command has said of skipped clips, in its context."""
+"""Key in click's context: the skipped clips that this command has reported."""
 
 OPTIONS = ("steps", "epochs", "price", "checkpoint_every", "validate_every", "validation_steps")
 LENGTHS = "--steps or --epochs"
@@ -101,8 +101,8 @@ Counts = Mapping[Bucket, ShapeCount]
 
 
 def whole_job_options(function: Function) -> Function:
-    """Adds how long the job is to be, the data it is trained on, and the price of an hour; the command gets them by
-    name, and makes an `AskedLength` of them."""
+    """Adds the options for the job's length, its data and the price of an hour; the command gets them by name, and
+    turns them into an `AskedLength`."""
     several = click.IntRange(1, 10**5)
     options = [
         click.option("--steps", type=click.IntRange(1, 10**7), metavar="N", help="Price so many optimizer steps."),
@@ -123,18 +123,18 @@ def whole_job_options(function: Function) -> Function:
 
 
 class AskedLength(NamedTuple):
-    """The length that was typed. Data is read once for each set of shapes it is asked about."""
+    """The typed length. The data is read once for each set of shapes."""
 
     length: JobLength
     prices: Mapping[str, float]
-    """by card as typed; of every other card under the empty name"""
+    """by card as typed; the empty name stands for every other card"""
     folders: tuple[DataSource, ...] = ()
     counted: Mapping[tuple[Bucket, ...], Counts] = {}
-    """what was read, by the shapes it was read for"""
+    """cache: shapes -> what the data has at them"""
     skip_bad: bool = False
 
     def counting(self, model: ModelProfile, job: Job) -> AskedLength:
-        """The same with the data read for a job's shapes."""
+        """This length with the data read for a job's shapes."""
         if not self.folders or job.shapes in self.counted:
             return self
         return self._replace(counted={**self.counted, job.shapes: count(self.folders, model, job, self.skip_bad)})
@@ -151,9 +151,9 @@ class AskedLength(NamedTuple):
 
 
 def asked_length(said: Mapping[str, Any], gpus: Sequence[str] = (), *, proposes: bool = False) -> AskedLength | None:
-    """The length in a command's options; None where none was asked for. ``gpus``: the cards that a price may name;
-    ``proposes``: the data has another use. A VplanError for options that need a length, and for those that contradict
-    each other."""
+    """The length in a command's options; None if none was given. ``gpus``: the cards that a price may name;
+    ``proposes``: the data is used to propose shapes instead. Raises a VplanError for options that need a length, and
+    for contradicting ones."""
     if said["steps"] is None and said["epochs"] is None:
         typed = [name for name in OPTIONS if said[name] not in (None, ()) and not name.startswith("validat")]
         if typed:
@@ -180,7 +180,7 @@ def asked_length(said: Mapping[str, Any], gpus: Sequence[str] = (), *, proposes:
 
 
 def asked_steps(steps: int | None, prices: Sequence[str]) -> AskedLength | None:
-    """The length of a job of which the steps alone are told; None without any."""
+    """The length of a job for which only steps are counted; None without them."""
     if steps is not None:
         return AskedLength(JobLength(steps=steps), _prices(prices, ()))
     if prices:
@@ -189,8 +189,8 @@ def asked_steps(steps: int | None, prices: Sequence[str]) -> AskedLength | None:
 
 
 def refuse_of_ours(said: Mapping[str, Any], trainer: str, proposes: bool) -> None:
-    """Raises a VplanError for an option about a whole job that only vplan's own trainer has, or for shapes that are
-    to be proposed. Steps and prices go with any trainer."""
+    """Raises a VplanError for options about a whole job that only vplan's own trainer supports, or for proposed shapes.
+    Steps and prices work with any trainer."""
     typed = [name for name in ("data", *OPTIONS) if name not in ("steps", "price") and said[name] not in (None, ())]
     if typed or proposes:
         flag = "--buckets auto" if proposes else f"--{typed[0].replace('_', '-')}"
@@ -198,7 +198,7 @@ def refuse_of_ours(said: Mapping[str, Any], trainer: str, proposes: bool) -> Non
 
 
 def whole_job_of(length: AskedLength | None, plan: Estimate, trainer: str) -> WholeJob | None:
-    """The whole job of an estimate as a trainer trains, where a length is known and the plan runs."""
+    """The whole job of an estimate in a trainer, if a length is given and the plan runs."""
     if length is None or plan.verdict == "no":
         return None
     job, (_, card) = plan.job, card_lookup.parse_gpus(plan.machine.gpu)
@@ -236,9 +236,9 @@ def _check_packages() -> None:
 
 
 def with_proposed_shapes(asked: TypedQuestion, said: Mapping[str, Any]) -> tuple[TypedQuestion, Mapping[Bucket, int]]:
-    """The question with the shapes of the data, where they were asked for, and how many samples of each a micro-batch
-    may have: at no more pixels than the resolution that was typed, and no more frames than `--frames`; else than the
-    model's own."""
+    """The question with the shapes of the data if they were requested, and the most samples of each in a micro-batch.
+    The shapes have at most the pixels of the typed resolution and the frames of `--frames`, by default the model's
+    own."""
     if not asked.wants_shapes or said["data"] is None:
         return asked, {}
     if asked.model is None:
@@ -257,7 +257,7 @@ def with_proposed_shapes(asked: TypedQuestion, said: Mapping[str, Any]) -> tuple
     unshaped = {name: value for name, value in asked.job.items() if name not in SHAPE | {"buckets"}}
     scans = usable(_folders(said), model, job_for(model, unshaped))
     clips = [(clip, source) for source, found in scans for clip in found.clips]
-    # Where nothing can be used there are no shapes, and what is wrong with the files is said below.
+    # Without any usable file there are no shapes; what is wrong with the files is reported below.
     shapes = propose(clips, model, height * width, longest) if clips else ()
     job = job_for(model, {**unshaped, "buckets": shapes} if shapes else unshaped)
     drawn = _counted(_told(in_buckets(scans, model, job, skip_bad=said["skip_bad"])))
@@ -267,7 +267,7 @@ def with_proposed_shapes(asked: TypedQuestion, said: Mapping[str, Any]) -> tuple
 
 
 def evened_plan(suggester: Suggester, plan: Estimate, most: Mapping[Bucket, int]) -> EvenedPlan:
-    """The plan with a batch size for each of its shapes. ``most``: samples that a micro-batch of a shape may have."""
+    """The plan with a batch size for each of its shapes. ``most``: most samples in a micro-batch of a shape."""
 
     def price(job: Job) -> Estimate:
         candidate = replace(plan.configuration, job=job)
@@ -278,8 +278,8 @@ def evened_plan(suggester: Suggester, plan: Estimate, most: Mapping[Bucket, int]
 
 
 def count(folders: Sequence[DataSource], model: ModelProfile, job: Job, skip_bad: bool = False) -> Counts:
-    """The samples of the data by the shape they are trained at. A VplanError for files that cannot be used, unless
-    they are skipped."""
+    """The number of samples by the shape they are trained at. Raises a VplanError for unusable files, unless they are
+    skipped."""
     _check_packages()
     from planner.dataset.scan import read
 
@@ -287,7 +287,8 @@ def count(folders: Sequence[DataSource], model: ModelProfile, job: Job, skip_bad
 
 
 def _told(dataset: Dataset) -> Iterable[Sample]:
-    """The samples; what was skipped is said on stderr, once in a command, which may read its data several times."""
+    """The samples; skipped ones are reported on stderr once per command, although it may read its data several
+    times."""
     context = click.get_current_context(silent=True)
     told = context.meta.setdefault(_SKIPPED, set()) if context else set()
     for fault in dataset.skipped:

@@ -1,4 +1,4 @@
-"""What people type from habit: other trainers' flag names, and which of our options says the same."""
+"""Flag names of other trainers that people type from habit, and our option for each."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ FOREIGN = {
     "zero": "zero-stage",
 }
 """Flags of DiffSynth-Studio, EasyAnimate, sd-scripts, musubi-tuner, finetrainers, SimpleTuner, diffusers' examples,
-diffusion-pipe, DeepSpeed, accelerate and torchrun, without dashes in front and `_` written `-`; to our option."""
+diffusion-pipe, DeepSpeed, accelerate and torchrun -> our option, all without leading dashes and with `-` for `_`."""
 
 
 def likely_options(typed: str, known: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""How many GPUs it takes to keep a limit of time: `vplan suggest --max-hours`, `--max-step-seconds`."""
+"""The number of GPUs that keeps a time limit: `vplan suggest --max-hours`, `--max-step-seconds`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 COUNTS = (1, 2, 4, 8)
-"""GPUs of one computer that are tried; several computers have the most of these each."""
+"""Numbers of GPUs to try on one computer; several computers have the largest of them each."""
 
 LIMITS = ("max_hours", "max_step_seconds")
 
 FindPlan = Callable[[Question], Estimate | None]
-"""The best plan that runs for a question, if there is one."""
+"""Finds the best plan that runs for a question, if there is one."""
 
 FindWholeJob = Callable[[Estimate], WholeJob | None]
-"""The whole job of a plan, where its length was said."""
+"""The whole job of a plan, if a length was given."""
 
 
 def limit_options(function: Function) -> Function:
-    """Adds the limits of time; the command gets them by name, and makes `TimeLimits` of them."""
+    """Adds the time limits; the command gets them by name, and turns them into `TimeLimits`."""
     more = FiniteRange(0, min_open=True)
     hours, seconds = "Fewest GPU-hours within X hours.", "Fewest GPUs whose step takes at most X seconds."
     function = click.option("--max-step-seconds", type=more, metavar="X", help=seconds)(function)
@@ -43,26 +43,26 @@ def limit_options(function: Function) -> Function:
 
 
 class TimeLimits(NamedTuple):
-    """What a job may take at the most; infinite where nothing was said."""
+    """Upper limits of a job's times; infinite if not given."""
 
     hours: float
     step_seconds: float
 
     def over(self, row: CountRow) -> float:
-        """What a plan takes over what it may, by the upper ends of both; infinite where there is no plan."""
+        """The factor by which a plan exceeds the limits, by its upper ends; infinite without a plan."""
         if row.plan is None or row.plan.step_seconds_high is None:
             return math.inf
         hours = row.whole.hours.high / self.hours if row.whole else 0.0
         return max(hours, row.plan.step_seconds_high / self.step_seconds)
 
     def words(self) -> str:
-        """As typed."""
+        """The limits as typed."""
         said = (("--max-hours", self.hours), ("--max-step-seconds", self.step_seconds))
         return " ".join(f"{flag} {value:g}" for flag, value in said if value < math.inf)
 
 
 def asked_limits(said: dict[str, Any], length: AskedLength | None) -> TimeLimits | None:
-    """The limits in a command's options, which it has no more; None where there are none."""
+    """Removes the limits from a command's options and returns them; None if there are none."""
     hours, seconds = (said.pop(name) for name in LIMITS)
     if hours is not None and length is None:
         raise VplanError("--max-hours is about a whole job", f"say how long it is: {LENGTHS}", USAGE)
@@ -72,7 +72,7 @@ def asked_limits(said: dict[str, Any], length: AskedLength | None) -> TimeLimits
 
 
 class CountRow(NamedTuple):
-    """What so many GPUs take."""
+    """The plan and job on one number of GPUs."""
 
     question: Question
     plan: Estimate | None
@@ -80,31 +80,31 @@ class CountRow(NamedTuple):
 
     @property
     def gpus(self) -> int:
-        """Of all nodes."""
+        """GPUs of all nodes."""
         return self.question.machine.world
 
     @property
     def cost(self) -> tuple[float, int]:
-        """GPU-hours at the most where they are known; then GPUs."""
+        """For comparing rows: GPU-hours by the upper end if known, then GPUs."""
         return (self.gpus * self.whole.hours.high if self.whole else 0.0), self.gpus
 
 
 class CountedGpus(NamedTuple):
-    """The counts that were tried, and the one that is answered."""
+    """The tried numbers of GPUs, and the one chosen."""
 
     limits: TimeLimits
     rows: Sequence[CountRow]
     chosen: CountRow
     steps: int | None = None
-    """optimizer steps as typed; None where the length is in epochs, or was not said"""
+    """optimizer steps as typed; None if the length is in epochs or was not given"""
 
     @property
     def meets(self) -> bool:
-        """Whether the answer keeps the limits."""
+        """Whether the chosen one keeps the limits."""
         return self.limits.over(self.chosen) <= 1
 
     def to_json(self) -> dict[str, Any]:
-        """As in `--json`."""
+        """The object for `--json`."""
         return {"meets": self.meets, "gpu_counts": [self._row_json(row) for row in self.rows]}
 
     def _row_json(self, row: CountRow) -> dict[str, Any]:
@@ -124,12 +124,12 @@ class CountedGpus(NamedTuple):
         }
 
     def print_miss(self, console: Console) -> None:
-        """Prints, before a plan that fits but is too slow, that it is."""
+        """Prints, before a plan that fits but is too slow, that no number of GPUs keeps the limits."""
         if not self.meets:
             console.print(f"too slow: nothing tried keeps {self.limits.words()}; the closest plan is", style="red")
 
     def print(self, console: Console) -> None:
-        """Prints a line for each count, and whether the limits are kept."""
+        """Prints a line for each number of GPUs, and whether the limits are kept."""
         console.print()
         names = (">GPUs", "verdict", ">s/step", *((">hours", ">GPU-hours") if self.chosen.whole else ()), "within")
         console.print(table(names, [self._cells(row) for row in self.rows]))
@@ -141,7 +141,7 @@ class CountedGpus(NamedTuple):
             console.print(f"no number of GPUs tried ({counts}) keeps {self.limits.words()}{self._why()}", style="red")
 
     def _why(self) -> str:
-        """Why more GPUs do not shorten a job whose steps were typed: each brings samples of its own to every step."""
+        """Why more GPUs do not shorten a job whose steps were typed: each GPU adds samples to every step."""
         most = max(row.gpus for row in self.rows)
         if self.steps is None or most == 1 or self.limits.hours == math.inf:
             return ""
@@ -168,15 +168,15 @@ class CountedGpus(NamedTuple):
 def count_gpus(
     asked: TypedQuestion, limits: TimeLimits, best: FindPlan, whole: FindWholeJob, steps: int | None = None
 ) -> CountedGpus:
-    """Of the counts that a computer has, and several where nodes were typed, or of the one that was typed, the cheapest
-    that keeps the limits; else the one that comes closest. Where a step takes too long, GPUs that share every sample
-    are asked about too. ``steps``: those that were typed. A VplanError where no count can be asked about."""
+    """The cheapest number of GPUs that keeps the limits, else the one that comes closest. Tried are those of one
+    computer, several computers if nodes were typed, or only the typed number. If a step takes too long, context
+    parallelism is tried too. ``steps``: as typed. Raises a VplanError if none can be tried."""
     rows, refused = [], None
     for count in _counts(asked):
         of_count = asked._replace(machine={**asked.machine, **count})
         try:
             rows.append(_row(of_count, best, whole))
-        except VplanError as error:  # what was typed is for more GPUs, or for one
+        except VplanError as error:  # the typed options need more GPUs, or exactly one
             refused = refused or error
             continue
         if rows[-1].gpus > 1 and limits.step_seconds < math.inf and limits.over(rows[-1]) > 1:
@@ -196,8 +196,8 @@ def _row(asked: TypedQuestion, best: FindPlan, whole: FindWholeJob) -> CountRow:
 
 
 def _shared(asked: TypedQuestion, gpus: int, best: FindPlan, whole: FindWholeJob) -> list[CountRow]:
-    """The same GPUs sharing every sample, whose steps are shorter and have one sample each; nothing where the model or
-    what was typed does not allow that."""
+    """The same GPUs with context parallelism, whose steps are shorter and have one sample each; empty if the model or
+    the typed options do not allow it."""
     if "context_parallel" in asked.typed:
         return []
     strategy = {**asked.strategy, "context_parallel": gpus}
@@ -209,8 +209,8 @@ def _shared(asked: TypedQuestion, gpus: int, best: FindPlan, whole: FindWholeJob
 
 
 def _counts(asked: TypedQuestion) -> Sequence[Mapping[str, int]]:
-    """What to try of a machine's GPUs and nodes: those of one computer, then 2, 4, ... computers with all of theirs, to
-    as many as were typed. Nothing but the machine itself where GPUs were typed, or it is this one."""
+    """The machines to try: with the numbers of GPUs of one computer, then 2, 4, ... full computers up to the typed
+    nodes. Only the machine itself if GPUs were typed, or if it is this computer."""
     if "gpus" in asked.typed or asked.here is not None or card_lookup.parse_gpus(asked.gpu or "")[0] > 1:
         return ({},)
     most = asked.machine.get("nodes", 1)
@@ -222,7 +222,8 @@ def _counts(asked: TypedQuestion) -> Sequence[Mapping[str, int]]:
 
 
 def refuse_limits(limits: TimeLimits | None, why: Mapping[str, bool]) -> None:
-    """Raises a VplanError for limits beside what they say nothing of. ``why``: the fix, and whether it is that."""
+    """Raises a VplanError for limits combined with options that they do not apply to. ``why``: (fix, whether it
+    applies)."""
     for fix, holds in why.items():
         if limits is not None and holds:
             raise VplanError(f"{limits.words()} is asked of vplan's own plan for one model and card", fix, USAGE)

@@ -1,4 +1,5 @@
-"""`vplan calibrate --grid`: the plans of a grid, one process each, into a file of rows that is gone on with."""
+"""`vplan calibrate --grid`: measures the plans of a grid in separate processes, into a file of rows that can be
+resumed."""
 
 from __future__ import annotations
 
@@ -29,15 +30,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FEW = 8
-"""Plans that are estimated sooner than further processes are there for them."""
+"""Up to this many plans, estimating them here is faster than starting more processes for it."""
 
 FAULTS = ("crash", "timeout")
-"""Outcomes that say nothing of a plan's memory."""
+"""Outcomes that say nothing about a plan's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GridOptions:
-    """The options of a command that measures a grid, as typed."""
+    """The typed options of a command that measures a grid."""
 
     grid: str
     output: str | None
@@ -48,7 +49,7 @@ class GridOptions:
     time_limit: int
 
     def check(self) -> None:
-        """Raises a VplanError for options that do not go together."""
+        """Raises a VplanError for options that contradict each other."""
         if self.output is None and not self.dry_run:
             raise VplanError("--grid needs an output file", "pass -o ROWS.jsonl", USAGE)
         if self.output is not None and not Path(self.output).absolute().parent.is_dir():
@@ -59,34 +60,34 @@ class GridOptions:
 
 
 class Where(NamedTuple):
-    """The machine, device and runner that a grid is measured on."""
+    """The machine, device and runner that measure a grid."""
 
     runner: Runner
     machine: Machine
     host_ram: int | None
     device: Literal["cuda", "cpu", "none"]
-    """`none`: a machine that is not there, whose rows stay out of the user's ledger"""
+    """`none`: a virtual or simulated machine, whose rows stay out of the user's ledger"""
 
 
 @dataclass
 class Campaign:
-    """A grid being measured; every row is on the disk before the next plan begins."""
+    """A grid being measured; every row is written to disk before the next plan starts."""
 
     asked: GridOptions
     where: Where
     rows: list[ProbeRow] = field(default_factory=list)
-    """taken now"""
+    """measured in this run"""
     refused: list[tuple[str, str]] = field(default_factory=list)
-    """(plan, why): cannot run here"""
+    """(plan, why it cannot run here)"""
     known: int = 0
-    """plans whose row was there"""
+    """number of plans that had a row already"""
     left: list[Candidate] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
     _paces: list[float] = field(default_factory=list)
-    """seconds over what was expected, of the plans of this run"""
+    """measured over expected seconds of this run's plans"""
 
     def plan(self) -> list[Candidate]:
-        """Reads the grid and returns the plans that are still to be measured, in the grid's order."""
+        """Reads the grid and returns the plans still to be measured, in the grid's order."""
         entries = read_grid(self.asked.grid)
         arguments = entries, self.where.machine, self.where.host_ram, self.where.device == "cpu"
         numbers = [str(number) for number in range(len(entries))]
@@ -104,7 +105,7 @@ class Campaign:
         return self.left
 
     def run(self) -> None:
-        """Measures the remaining plans one after another, as long as the time limit allows the next."""
+        """Measures the remaining plans one after another, as long as there is time for the next."""
         grid = Path(self.asked.grid).stem
         ledger, total = Ledger(default_path()), len(self.left)
         for number, each in enumerate(tuple(self.left), start=1):
@@ -121,7 +122,7 @@ class Campaign:
             self.left.remove(each)
             try:
                 row = runner.run(each.plan, steps=STEPS, time_limit=self.asked.time_limit, encode=each.entry.encode)
-            except VplanError as error:  # what is missing for one plan may be there for the others
+            except VplanError as error:  # other plans may still run, e.g. if only this one needs a missing package
                 self.refused.append((each.entry.title, error.message))
                 echo(f"{start}: skipped: {error.message}", err=True)
                 continue
@@ -140,15 +141,15 @@ class Campaign:
                 self._record(each, replace(runner, history=path))
 
     def _record(self, each: Candidate, runner: RealRunner) -> None:
-        """Runs a plan for its history. A row of its own that is not: recording takes time."""
+        """Runs a plan again to record its allocator history. Its row is not kept, because recording costs time."""
         try:
             runner.run(each.plan, steps=1, time_limit=self.asked.time_limit)
-        except VplanError as error:  # a full disk, say: the rows are what counts
+        except VplanError as error:  # e.g. a full disk: the rows matter more
             echo(f"warning: {error}", err=True)
 
     @property
     def pace(self) -> float:
-        """The median of measured over expected seconds, over the plans of this run; 1 before the first."""
+        """The median of measured over expected seconds in this run; 1 before the first."""
         return statistics.median(self._paces) if self._paces else 1.0
 
     @property
@@ -158,14 +159,14 @@ class Campaign:
         return self.asked.max_minutes * 60 - (time.monotonic() - self._began)
 
     def _outlook(self) -> str:
-        """How long all that is left takes, and how much of it there is time for."""
+        """A sentence about how long the remaining plans take, and how many of them fit the time limit."""
         needed = sum(each.seconds for each in self.left) * self.pace
         words = f"{format_seconds(needed)} for all {len(self.left)} left"
         limit = self._seconds_left
         return words if needed <= limit else f"{words}; time limit in {format_seconds(limit)}"
 
     def answer(self) -> dict[str, Any]:
-        """The answer as `--json` prints it: outcomes, what is left, and why plans were refused."""
+        """The answer for `--json`: outcomes, what is left, and why plans were refused."""
         outcomes: dict[str, int] = {}
         for row in self.rows:
             outcomes[row.measured.outcome] = outcomes.get(row.measured.outcome, 0) + 1
@@ -187,7 +188,7 @@ def _failed(row: Mapping[str, Any]) -> bool:
 
 
 def _check_names(found: Sequence[Candidate]) -> None:
-    """Two plans that are one would be measured once, and counted as two."""
+    """Raises a VplanError for entries with the same plan, which would be measured once but counted twice."""
     titles: dict[str, str] = {}
     for each in found:
         if each.name in titles:

@@ -1,4 +1,4 @@
-"""`vplan check --error`: what a pasted out-of-memory message says, and which tensor of a job it was."""
+"""`vplan check --error`: what a pasted out-of-memory message says, and which tensor of a job asked for the memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _piped() -> str:
 
 
 def _message(said: str) -> str:
-    """The text of a message: what is piped in, a file, or what was typed, which is no file and has more than one word
-    or is an error itself, as `Killed`."""
+    """The text of a message: from stdin, from a file, or as typed. A typed one is not the name of a file and has
+    several words, or is a known error itself, such as `Killed`."""
     if said == "-":
         return _piped()
     typed = not os.path.isfile(said) and (len(said.split()) > 1 or find(said) is not None)
@@ -35,10 +35,10 @@ def _message(said: str) -> str:
 
 
 def explained(said: str, script: Script | None, told: Mapping[str, Any], machine: Mapping[str, Any]) -> Explanation:
-    """The explanation of an out-of-memory message, of a file that holds one, or of standard input (`-`).
+    """The explanation of an out-of-memory message, of a file with one, or of standard input (`-`).
 
-    With a script it also says what of the script's job asked, on the card given or else on one of the capacity that the
-    message states. Raises a VplanError when there is neither.
+    With a script it also names the script's tensor that did not fit, on the given card or else on one with the capacity
+    that the message states. Raises a VplanError when there is neither.
     """
     message = parse_oom_message(_message(said))
     alone = explain(message)

@@ -29,7 +29,7 @@ AUTO_BUCKETS = "auto"
 """`--buckets auto` asks for the shapes of the data."""
 
 MAX = "max"
-"""`--frames max` asks for the longest clip that fits."""
+"""`--frames max` requests the longest clip that fits."""
 
 _LONGEST_METAVAR = 26
 """Characters. A longer list of values goes into the help text, where it wraps."""
@@ -38,7 +38,7 @@ _docs = functools.cache(field_docs)
 
 
 class FieldOption(click.Option):
-    """The flag of one field. Its help text is read from the record's source, so only when help is asked for."""
+    """The flag of one field. Its help text is read from the record's source, only when help is printed."""
 
     def __init__(self, names: Sequence[str], record: type[BaseModel], shows_default: bool) -> None:
         (field,) = names
@@ -56,11 +56,11 @@ class FieldOption(click.Option):
 
     @functools.cached_property
     def values(self) -> tuple[str, ...]:
-        """The closed list of the field's values; empty where it is open."""
+        """The field's values if it has a closed list, else empty."""
         return choices(self.record, self.field)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """The values that begin so: of a closed list, or names of models and cards."""
+        """Completes values of a closed list, or names of models and cards."""
         if self.field == "gpu":
             return complete_card(ctx, self, incomplete)
         if self.field == "model":
@@ -68,7 +68,7 @@ class FieldOption(click.Option):
         return starting_with(self.values, incomplete)
 
     def make_metavar(self, ctx: click.Context) -> str:
-        """What stands for the value in the help: the list of values where it is short."""
+        """The placeholder for the value in the help: the list of values if it is short."""
         if self.is_flag:
             return super().make_metavar(ctx)
         if self.values and self.field not in _METAVARS:
@@ -90,7 +90,7 @@ class FieldOption(click.Option):
 
 
 def complete_card(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Completions: cards and their classes, also after a number of them (`2xrtx40`)."""
+    """Completions: cards and their classes, also after a count (`2xrtx40`)."""
     count, name = re.fullmatch(r"(\d+x|)(.*)", incomplete).groups()  # type: ignore[union-attr]  # matches anything
     names = [*(group.name for group in card_lookup.gpu_classes()), *card_lookup.gpu_names()]
     return [CompletionItem(f"{count}{item.value}") for item in starting_with(names, name)]
@@ -104,7 +104,7 @@ def complete_model(_context: click.Context, _parameter: click.Parameter, incompl
 
 
 def complete_target(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Completions: models by name, and the plans and folders of a folder."""
+    """Completions: models by name, and plan files and folders."""
     folder, _, _ = incomplete.rpartition("/")
     found = sorted(Path(folder or ("/" if incomplete.startswith("/") else ".")).glob("*"))
     prefix = f"{folder}/" if "/" in incomplete else ""
@@ -240,8 +240,8 @@ _METAVARS = {
 
 
 def job_options(function: Function) -> Function:
-    """Adds what to train: a flag per Job field, `--images`, and `--resolution` (a text whose meaning depends on the
-    model)."""
+    """Adds the options for what to train: a flag per Job field, `--images`, and `--resolution` (a text whose meaning
+    depends on the model)."""
     resolution = _in_section(Job, "--resolution", metavar="480p|HxW", help="height and width by name, or as 480x832")
     images = _in_section(Job, "--images", is_flag=True, default=None, help="train on images: --frames 1")
     return field_options(Job)(images(resolution(function)))
@@ -258,8 +258,8 @@ def training_options(function: Function) -> Function:
 
 
 def strategy_options(*, searched: bool) -> Callable[[Function], Function]:
-    """Adds how it is made to fit: a flag per Strategy field, and `--zero-stage`. ``searched``: the command chooses what
-    was not typed, so its help must not promise defaults."""
+    """Adds the options for how to make it fit: a flag per Strategy field, and `--zero-stage`. ``searched``: the command
+    chooses the fields that were not typed, so the help must not state defaults."""
 
     def decorate(function: Function) -> Function:
         stage = _in_section(

@@ -1,4 +1,5 @@
-"""The part of `vplan record` about the user's own models: from a folder to a profile kept, and what to record first."""
+"""The part of `vplan record` about the user's own models: from a folder to a stored profile, and which tapes to record
+first."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ FIRST_OPTIMIZERS = ("adamw", "adamw-8bit")
 
 
 class Kept(NamedTuple):
-    """A profile of the user's own, the path of its file, and notes in words on where its facts come from."""
+    """A stored profile of a user's model, the path of its file, and notes on the sources of its facts."""
 
     profile: ModelProfile
     path: Path
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The object for `--json`."""
         return {
             "name": self.profile.name,
             "class": self.profile.diffusers_class,
@@ -46,7 +47,8 @@ class Kept(NamedTuple):
 
 
 def is_folder(text: str) -> bool:
-    """Whether an argument of `vplan record` is a folder or config.json; what is a name as well is a name."""
+    """Whether an argument of `vplan record` is a folder or config.json; if it is also a model's name, it is the
+    name."""
     if not diffusers_folder.is_path(text):
         known = text.lower() in lookup.model_names() or lookup.bundled_name(text.lower())
         return not known and len(text) < 4096 and os.path.isdir(text)
@@ -54,10 +56,10 @@ def is_folder(text: str) -> bool:
 
 
 def read(text: str, name: str | None, code: NamedClass | None = None) -> tuple[diffusers_folder.Source, str]:
-    """What a folder or config.json says, and the name its model gets; nothing is built or written.
+    """Reads the facts of a folder or config.json, and the name its model gets; builds and writes nothing.
 
-    ``code``: the class, where the config does not say it. Raises a VplanError for a config that is none, for a class
-    that diffusers has not, and for a name that is taken.
+    ``code``: the class, if the config does not name it. Raises a VplanError for an invalid config, for a class that
+    diffusers does not have, and for a name in use.
     """
     classes = {*lookup.diffusers_classes(), *diffusers_folder.installed_classes()}
     source = diffusers_folder.read_source(text, classes, code.class_name if code else None)
@@ -73,7 +75,7 @@ def read(text: str, name: str | None, code: NamedClass | None = None) -> tuple[d
 
 
 def keep(source: diffusers_folder.Source, name: str, inputs: OwnInputs, recorders: Recorders) -> Kept:
-    """Has the model built on the meta device and keeps its profile, before anything of it is recorded.
+    """Builds the model on the meta device and stores its profile, before anything is recorded.
 
     Raises a VplanError for an architecture that cannot be built.
     """
@@ -83,16 +85,16 @@ def keep(source: diffusers_folder.Source, name: str, inputs: OwnInputs, recorder
 
 
 def _check_untaken(name: str, source: diffusers_folder.Source) -> None:
-    """A name that nobody typed must not replace the model of another folder."""
+    """Raises a VplanError if a derived name would replace the model of another folder."""
     there = user_data.read_profile(name)
     if there is not None and there.get("origin") != source.origin:
         raise VplanError(f"you have a model {quoted(name)} from another folder", "choose another name: --name NAME")
 
 
 def first_variants(profile: ModelProfile) -> Iterator[str]:
-    """What people need first: LoRA and full in our usual precision, checkpointed or not, one sample or many, and the
-    samples of validation; under the newest torch, and the one that is installed, and by both ways of attention, where
-    that makes a difference."""
+    """The variants needed first: LoRA and full training in our default precision, with and without checkpointing, batch
+    size 1 and more, and validation samples; for the newest torch and the installed one, and for both attention kernels,
+    if they differ."""
     samples = ONE_SAMPLE if profile.shape.batches == ONE_SAMPLE else (1, 2)
     places = itertools.starmap(TorchAndCard, itertools.product((None, doctor.torch_release()), BOTH))
     contexts = tuple(itertools.product(samples, places))
@@ -109,7 +111,7 @@ def first_variants(profile: ModelProfile) -> Iterator[str]:
 
 
 def is_current(path: Path) -> bool:
-    """Whether a tape's file exists and can be read: what a plan would call damaged is recorded again."""
+    """Whether a tape's file exists and can be read. A damaged one is recorded again."""
     try:
         read_tape(path)
     except VplanError:

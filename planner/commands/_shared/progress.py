@@ -1,4 +1,4 @@
-"""A search that measures, as people watch it: a live table on a terminal, a line for every change elsewhere."""
+"""Progress of a search that measures: a live table on a terminal, else a line for every change."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Progress:
             self._live.stop()
 
     def show(self, tuning: Tuning, now: str) -> None:
-        """Shows the probes so far and, as `now`, what happens at the moment; nothing does at the end."""
+        """Shows the probes so far and, as `now`, the current activity (empty at the end)."""
         self._tuning = tuning
         rows = [_cells(tuning, number, trial) for number, trial in enumerate(tuning.study.trials(), start=1)]
         if self._live:
@@ -66,7 +66,7 @@ class Progress:
 
 
 def _page(console: Console, rows: list[tuple[str, ...]], tuning: Tuning, beneath: list[str]) -> RenderableType:
-    """As every answer: what the best plan so far comes to, its bar and its options, then what was probed."""
+    """The layout of every answer: the best plan so far, its bar and options, then the probes."""
     from rich.console import Group
     from rich.text import Text
 

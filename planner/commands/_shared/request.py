@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from planner.evidence.this_machine import CardHere
 
 SHAPE = frozenset({"frames", "height", "width"})
-"""Fields of the job that its buckets stand in for."""
+"""Fields of the job that buckets replace."""
 
 AUTO = "auto"
-"""The card that is here: `--gpu auto`."""
+"""`--gpu auto`: this machine's card."""
 
 ALL = "all"
-"""Every class of card: `--gpu all`, which is what no card means where none is here."""
+"""`--gpu all`: every class of card; the default on a machine without a card."""
 
 
 Answer = TypeVar("Answer")
@@ -58,7 +58,7 @@ SAMPLING = {
     "on": "samples with the model on the GPU (--validation-mode on)",
     "offload": "samples decoded with the model in host RAM (--validation-mode offload)",
 }
-"""Ways to make samples of validation, by preference, in words."""
+"""Ways to make validation samples, by preference -> description."""
 
 
 class TypedQuestion(NamedTuple):
@@ -71,9 +71,9 @@ class TypedQuestion(NamedTuple):
     typed: frozenset[str]
     plan: Plan | None
     here: CardHere | None = None
-    """the card of `--gpu auto`, whose name `machine` has"""
+    """the card of `--gpu auto`, whose name is in `machine`"""
     notes: tuple[str, ...] = ()
-    """what was taken for granted already"""
+    """defaults taken so far"""
 
     @property
     def model(self) -> str | None:
@@ -113,7 +113,7 @@ class TypedQuestion(NamedTuple):
         return "--validation" if "validation" in self.typed else flag_of_samples(options)
 
     def with_samples(self, mode: str = "on") -> TypedQuestion:
-        """The same question with validation samples, made in one of the ways in `SAMPLING`."""
+        """The same question with validation samples, made in one of the ways of `SAMPLING`."""
         strategy, typed = {**self.strategy, "validation_mode": mode}, self.typed | {"validation_mode"}
         return self._replace(strategy=strategy, typed=typed, notes=(*self.notes, SAMPLING[mode]))
 
@@ -156,7 +156,7 @@ class TypedQuestion(NamedTuple):
         )
 
     def _job(self, model: ModelProfile, notes: list[str]) -> Job:
-        """The job, with the model's usual shape if none was typed."""
+        """The job, with the model's default shape if none was typed."""
         said = dict(self.job)
         if said.get("buckets") == AUTO_BUCKETS:
             fix = "pass --data DIR to vplan train, suggest or estimate; the last two write a plan with its shapes (-o)"
@@ -189,7 +189,7 @@ class TypedQuestion(NamedTuple):
         return job
 
     def _machine(self, count: int, card: GpuProfile, notes: list[str]) -> Machine:
-        """The machine, with the host RAM that is usual for such cards if none was typed."""
+        """The machine, with the usual host RAM for such cards if none was typed."""
         said = {**self.machine, "gpu": card.name}
         if "gpus" in self.typed and count not in (1, said["gpus"]):
             raise VplanError(f"--gpu means {count} cards, but --gpus is {said['gpus']}", "leave one of them out")
@@ -216,7 +216,7 @@ class TypedQuestion(NamedTuple):
 
 
 def flag_of_samples(options: Mapping[str, Any]) -> str | None:
-    """The first typed option of a command that is about validation samples; None if there is none."""
+    """The first typed option that is about validation samples; None if there is none."""
     typed = (name for name, value in options.items() if name.startswith("validat") and value)
     return next((f"--{name.replace('_', '-')}" for name in typed), None)
 
@@ -224,16 +224,16 @@ def flag_of_samples(options: Mapping[str, Any]) -> str | None:
 def answer_with_samples(
     asked: TypedQuestion, answer: Callable[[TypedQuestion], Answer], fits: Callable[[Answer], bool]
 ) -> Answer:
-    """The answer to a question with validation samples, made in the first way that has room for them."""
+    """The answer to a question with validation samples, made in the first way for which there is room."""
     answers = (answer(asked.with_samples(mode)) for mode in SAMPLING)
     first = next(answers)
     return first if fits(first) else next(filter(fits, answers), first)
 
 
 def _of_the_card(card: GpuProfile, said: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """The strategy fields that the card decides if the user did not set them: 16 bits are fp16 before Ampere; AMD has
-    no expandable segments; Apple's GPUs have neither those nor a step over lists, and no other memory to swap blocks
-    to."""
+    """The strategy fields that depend on the card, unless the user set them: 16-bit means fp16 before Ampere; AMD has
+    no expandable segments; Apple's GPUs have neither those nor foreach optimizer steps, and no separate memory to swap
+    blocks to."""
     if card.backend == "mps":
         fields = {"expandable_segments": False, "optimizer_step": "loop", "swap_blocks": 0}
         return {field: value for field, value in fields.items() if field not in said}
@@ -248,7 +248,7 @@ def _of_the_card(card: GpuProfile, said: Mapping[str, Any], notes: list[str]) ->
 
 
 def refuse_without_cuda(card: GpuProfile, asked: Mapping[str, bool]) -> None:
-    """Raises a VplanError for questions about vplan's own trainer, or about seconds, on one of Apple's GPUs. ``asked``:
+    """Raises a VplanError for an Apple GPU if the question is about vplan's own trainer or about seconds. ``asked``:
     option -> whether it was typed."""
     option = next((name for name, typed in asked.items() if typed), None)
     if card.backend == "mps" and option:
@@ -280,7 +280,7 @@ def request_options(*, searched: bool = False, own_card: bool = False) -> Callab
 
 _RECORDS: dict[str, type[Record]] = {"job": Job, "strategy": Strategy, "machine": Machine}
 FEW_STEPS = "was distilled to few steps, which training undoes; an adapter against that (ai-toolkit) is not priced"
-"""What is assumed of a model that `planner.catalog.traits.Traits.few_steps` says so of."""
+"""The assumption about a model with `planner.catalog.traits.Traits.few_steps`."""
 
 FIELDS = frozenset({"images", "resolution", "zero_stage"}.union(*(record.model_fields for record in _RECORDS.values())))
 
@@ -298,7 +298,7 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any], ow
     typed = {name: value for name, value in values.items() if name in FIELDS and value is not None}
     if target and target.endswith(".toml"):
         plan_path = _once(plan_path, target, "the plan")
-    elif target is not None:  # an empty one is a shell's unset variable, and no question about every model
+    elif target is not None:  # an empty one comes from an unset shell variable; it must not mean every model
         typed["model"] = _once(typed.get("model"), target, "the model")
     if typed.pop("images", False) and typed.setdefault("frames", 1) != 1:
         raise VplanError(f"--images are of 1 frame, not {typed['frames']}", "leave out --frames", USAGE)
@@ -315,17 +315,17 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any], ow
         planned = getattr(plan, name) if plan else None
         said = {field: getattr(planned, field) for field in planned.model_fields_set} if planned else {}
         records[name] = {**said, **{field: value for field, value in typed.items() if field in record.model_fields}}
-    for field in left_behind(records["strategy"]).keys() - typed.keys():  # the plan said it of what is replaced
+    for field in left_behind(records["strategy"]).keys() - typed.keys():  # the plan set it for what was replaced
         del records["strategy"][field]
     if "gpu" in typed:
-        # Another card is another computer: what the plan says of these was true beside its own card.
+        # Another card means another computer: the plan's values for these applied to its own.
         for field in {"host_ram", "unified", "torch"} - typed.keys():
             records["machine"].pop(field, None)
     here = None
     if str(typed.get("gpu", "")).lower() == ALL:
         del typed["gpu"], records["machine"]["gpu"]
     elif str(typed.get("gpu", "")).lower() == AUTO or (own_card and "gpu" not in records["machine"] and _has_card()):
-        from planner.evidence.this_machine import card_here  # NVML is nobody else's business
+        from planner.evidence.this_machine import card_here  # loads NVML, which no other question needs
 
         here = card_here(Machine(gpu=AUTO, **{name: typed[name] for name in typed.keys() & {"reserve", "torch"}}))
         records["machine"] |= {"gpu": here.card.name, "reserve": here.reserve_bytes}
@@ -350,7 +350,7 @@ def _has_card() -> bool:
 
 
 def _several(typed: Mapping[str, Any]) -> bool:
-    """Whether more than one GPU was typed."""
+    """Whether more than one GPU was requested."""
     count = card_lookup.parse_gpus(typed["gpu"])[0] if str(typed.get("gpu", AUTO)).lower() != AUTO else 1
     return bool(max(count, typed.get("gpus", 1)) * typed.get("nodes", 1) > 1)
 
@@ -363,7 +363,7 @@ def _check_size(typed: Mapping[str, Any], resolution: str | None) -> None:
 
 
 def _once(one: str | None, other: str, what: str) -> str:
-    """The value from whichever of two places has one; if both have, they must agree."""
+    """The value from either of two places; if both have one, they must agree."""
     if one is not None and one != other:
         raise VplanError(f"two values for {what}: {one!r} and {other!r}", "leave one of them out", USAGE)
     return other

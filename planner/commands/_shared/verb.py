@@ -1,4 +1,4 @@
-"""What every command shares: help in sections, examples, the answer on stdout as text or as one JSON object."""
+"""What all commands share: help in sections, examples, and the answer on stdout as text or as one JSON object."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ DOES_NOT_FIT = 3
 DOES_NOT_START = 5
 
 PAGE_HEAD = 4096
-"""Characters of a page in which it says who made it."""
+"""Characters at the start of a page within which its generator is named."""
 
 PIPED_WIDTH = 1_000
-"""Columns of a table that goes to a file or another program: a line a row, whatever it holds."""
+"""Columns of a table written to a file or pipe: wide enough for every row to take one line."""
 
 
 SCHEMA = 1
-"""Of every JSON answer: a number that grows when a key changes its name or its meaning."""
+"""Version of all JSON answers: increased when a key changes its name or its meaning."""
 
 LONG = ("Strategy", "Training")
-"""Sections that only `--help-all` lists: an option for each field."""
+"""Help sections with an option per field, which only `--help-all` lists."""
 
 PATH_WORDS = ("FILE", "DIR", "FOLDER", "OUTPUT", ".toml", ".json")
-"""What a value is called that a shell completes as a path."""
+"""Placeholders of values that shells complete as paths."""
 
 _ALL, _FORCE = "vplan.help_all", "vplan.force"
-"""What eager options leave in a context for others."""
+"""Keys of click's context under which eager options leave their values."""
 
 
 class PathText(click.types.StringParamType):
     """A text that shells complete as a path."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Leaves it to the shell."""
+        """Leaves completion to the shell."""
         return [CompletionItem(incomplete, type="file")]
 
 
 class Verb(click.Command):
-    """A command whose help shows its options in sections (an option's `section`, else "Options"), the long ones only
-    under `--help-all`."""
+    """A command whose help shows its options in sections (an option's `section`, by default "Options"); long sections
+    only with `--help-all`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,7 +81,8 @@ class Verb(click.Command):
             )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does it. Of an option without its value click does not say of which command it is."""
+        """As in click, but the error for an option without its value has the command's context, so it can name the
+        command."""
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
@@ -89,7 +90,7 @@ class Verb(click.Command):
             raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The options by section, in the order the sections first appear."""
+        """Writes the options by section, in the order in which the sections first appear."""
         sections: dict[str, list[click.Parameter]] = {}
         for parameter in self.get_params(ctx):
             sections.setdefault(_section(parameter), []).append(parameter)
@@ -115,12 +116,12 @@ def _show_all(context: click.Context, _option: click.Parameter, asked: bool) -> 
 
 
 def starting_with(known: Iterable[str], incomplete: str) -> list[CompletionItem]:
-    """The names that a shell may complete a word to."""
+    """The names that start with the word to complete."""
     return [CompletionItem(name) for name in known if name.startswith(incomplete.lower())]
 
 
 class FiniteRange(click.FloatRange):
-    """A number in a range. Click lets nan through any, which is neither smaller nor larger, and inf where no end is."""
+    """A number in a range. Click also accepts nan, which compares false with any limit, and inf in an open range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The value as a finite number within the range; click's usage error otherwise."""
@@ -141,14 +142,14 @@ def json_option(function: Function) -> Function:
 
 
 def markdown_option(page: str) -> Callable[[Function], Function]:
-    """Adds `--markdown`; the command gets `as_markdown: bool`. `page` is the page of the docs it prints."""
+    """Adds `--markdown`; the command gets `as_markdown: bool`. `page`: the documentation page that it prints."""
     text = f"Print {page} of the docs: every bundled entry, with sources."
     return click.option("--markdown", "as_markdown", is_flag=True, help=text)
 
 
 def output_option(what: str, *, plan: bool = True) -> Callable[[Function], Function]:
-    """Adds `-o/--output FILE`, and of a plan `--force`; the command gets `output: str | None`. `what` says what the
-    file will hold."""
+    """Adds `-o/--output FILE`, and for a plan `--force`; the command gets `output: str | None`. `what`: the content of
+    the file, for the help text."""
     written = f"Write {what} to FILE."
     if not plan:
         return click.option("-o", "--output", metavar="FILE", help=written)
@@ -160,7 +161,7 @@ def output_option(what: str, *, plan: bool = True) -> Callable[[Function], Funct
 
 
 def force_option(function: Function) -> Function:
-    """Adds `--force`, which `_plan_file` and `page_file` look for."""
+    """Adds `--force`, which `_plan_file` and `page_file` read."""
     return click.option(
         "--force",
         is_flag=True,
@@ -172,8 +173,8 @@ def force_option(function: Function) -> Function:
 
 
 def _plan_file(context: click.Context, _option: click.Parameter, path: str | None) -> str | None:
-    """A file that every command would know for a plan; or what is no file, as /dev/stdout; or the folder for the files
-    of another trainer."""
+    """Validates a file for a plan: one that every command recognises as a plan, or a device such as /dev/stdout, or a
+    folder for the files of another trainer."""
     if path is not None and context.params.get("trainer") and not path.endswith(".toml"):
         return path
     if path is not None and not path.endswith(".toml") and (os.path.isfile(path) or not os.path.lexists(path)):
@@ -188,14 +189,14 @@ def forced() -> bool:
 
 
 def page_file(context: click.Context, _option: click.Parameter, path: str | None) -> str | None:
-    """A file that a report may be written to; what has another ending is the report's own to refuse."""
+    """Validates a file for a report; the report itself refuses other endings."""
     if path is not None and not path.endswith(".html"):
         return path
     return _ours(context, path, "report", _is_page)
 
 
 def _ours(context: click.Context, path: str | None, what: str, known: Callable[[str], bool]) -> str | None:
-    """The path, unless it holds what somebody else wrote."""
+    """Returns the path. Raises a VplanError if a file there was not written by us."""
     if path is None or context.meta.get(_FORCE) or not os.path.isfile(path) or not os.path.getsize(path) or known(path):
         return path
     forces = any(parameter.name == "force" for parameter in context.command.params)
@@ -204,7 +205,7 @@ def _ours(context: click.Context, path: str | None, what: str, known: Callable[[
 
 
 def _is_plan(path: str) -> bool:
-    from planner.spec.plan import is_plan  # the verbs that write none start faster without
+    from planner.spec.plan import is_plan  # imported here: verbs that write no plan start faster
 
     return is_plan(path)
 
@@ -218,7 +219,7 @@ def _is_page(path: str) -> bool:
 
 
 def save_plan(plan: Plan, path: str) -> None:
-    """Writes a plan and says so on stderr."""
+    """Writes a plan and reports it on stderr."""
     from planner.spec.plan import write_plan
 
     write_plan(plan, path)
@@ -233,28 +234,29 @@ def report_option(function: Function) -> Function:
 
 
 class TypedCommand(NamedTuple):
-    """A command line as it was typed, and who waits for its answer: click's ``obj``."""
+    """The command line as typed, and the caller that waits for its answer; click's ``obj``."""
 
     words: tuple[str, ...] = ()
     early: Callable[[dict[str, Any]], object] | None = None
-    """called with the first part of a JSON answer that takes long: in the page of `vplan site`"""
+    """called with the first part of a JSON answer that takes long; used by the page of `vplan site`"""
 
 
 def typed_command() -> TypedCommand:
-    """The command line that runs now; an empty one where none does."""
+    """The running command line; an empty one outside of a command."""
     context = click.get_current_context(silent=True)
     return (context.find_root().obj if context else None) or TypedCommand()
 
 
 def typed_line(*more: str) -> str:
-    """The command line as typed, with more words at its end, quoted for a shell."""
+    """The command line as typed, with ``more`` words appended, quoted for a shell."""
     return shlex.join(["vplan", *typed_command().words, *more])
 
 
 def write_report(path: str, plans: Sequence[tuple[str, Plan]] = (), **more: Any) -> None:
-    """Write a page and say so on stderr; the arguments are those of `reports.write`. This very command makes it again.
+    """Writes a page and reports it on stderr; the arguments are those of `reports.write`. The page names this command
+    as the one to make it again.
 
-    Imported when it is asked for: most answers need no templates.
+    Imported here because most answers need no templates.
     """
     import reports
     from planner.tune.storage import without_password
@@ -265,14 +267,14 @@ def write_report(path: str, plans: Sequence[tuple[str, Plan]] = (), **more: Any)
 
 
 def check_report(path: str) -> None:
-    """Raises a VplanError for a name that no report can have, before anything long begins."""
+    """Raises a VplanError for a name that no report can have, before a long computation starts."""
     from reports import page
 
     page.check_name(path)
 
 
 def write_rehearsal(path: str, answer: RehearsalAnswer, checked: CheckedRehearsal | None) -> None:
-    """Write the page of a rehearsal and say so on stderr."""
+    """Writes the page of a rehearsal and reports it on stderr."""
     import reports
 
     reports.write_rehearsal(path, answer, checked, command=typed_line())
@@ -280,25 +282,25 @@ def write_rehearsal(path: str, answer: RehearsalAnswer, checked: CheckedRehearsa
 
 
 def show(answer: dict[str, Any], as_json: bool, render: Callable[[Console], None]) -> None:
-    """Prints the answer on stdout: as JSON, or as `render` prints it."""
+    """Prints the answer on stdout: as JSON, or by `render`."""
     if as_json:
-        # NaN and Infinity are not JSON; a command that has no number says null.
+        # NaN and Infinity are not JSON; commands must use null.
         echo(json.dumps({"schema": SCHEMA, **answer}, indent=2, allow_nan=False))
     else:
         render(answer_console())
 
 
 def answer_console() -> Console:
-    """The console for answers: as wide as the terminal or as COLUMNS says; in a pipe without COLUMNS, wide enough that
-    nothing wraps."""
+    """The console for answers: as wide as the terminal or COLUMNS; in a pipe without COLUMNS, wide enough that nothing
+    wraps."""
     wide = None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else PIPED_WIDTH
     return console(width=wide)
 
 
 @contextlib.contextmanager
 def stoppable(kept: Callable[[], str]) -> Iterator[None]:
-    """A context for long work that Ctrl-C may end: on KeyboardInterrupt it prints "stopped:" with what ``kept`` returns
-    on stderr, and raises it again."""
+    """A context for long work that Ctrl-C may end: on KeyboardInterrupt it prints "stopped:" and the result of ``kept``
+    on stderr, and re-raises."""
     try:
         yield
     except KeyboardInterrupt:
@@ -313,7 +315,7 @@ def talk() -> Console:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A plain table; a column whose name starts with `>` is of numbers, right-aligned."""
+    """A plain table; a column whose name starts with `>` is right-aligned, for numbers."""
     from rich.table import Table
 
     found = Table(box=None, pad_edge=False, header_style="bold")
@@ -326,6 +328,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
 
 
 def verdict_exit_code(verdict: str, *, strict: bool = False) -> int:
-    """0 when it fits (`tight` too, unless `strict`), 3 when it does not."""
+    """0 when the plan fits (also for `tight` unless `strict`), 3 when it does not."""
     fits = verdict == "fits" or (verdict == "tight" and not strict)
     return DONE if fits else DOES_NOT_FIT

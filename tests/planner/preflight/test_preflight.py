@@ -27,6 +27,7 @@ from planner.preflight import gpu_wait
 from planner.preflight.checks import on_disk
 from planner.preflight.gpu_wait import parse_wait
 from planner.preflight.preflight import PreflightOptions, estimated, preflight, ready
+from planner.probe.probe import RealRunner
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Environment, Evidence, Measured, Plan, read_plan, write_plan
 from planner.units import GIB, MIB
@@ -333,10 +334,33 @@ def test_a_probe_has_the_last_word(
 ) -> None:
     Driver(monkeypatch, [RTX])
     row = {"measured": {"phase": None, "device_bytes": None, "retries": None, **measured}, "details": {}}
-    monkeypatch.setattr("planner.probe.probe.probe", lambda plan, how: SimpleNamespace(to_json=lambda: row))
+    monkeypatch.setattr("planner.probe.probe.probe", lambda plan, how, **more: SimpleNamespace(to_json=lambda: row))
     result = run("plan.toml", "--probe")
     assert result.exit_code == code
     assert told in result.output
+
+
+@pytest.mark.parametrize(
+    ("strategy", "encodes"),
+    [
+        ({"gradient_checkpointing": "full"}, True),
+        ({"gradient_checkpointing": "partial", "checkpointed_blocks": 15}, False),
+    ],
+)
+def test_a_probe_encodes_where_encoding_needs_most(
+    monkeypatch: pytest.MonkeyPatch, strategy: dict[str, Any], encodes: bool
+) -> None:
+    Driver(monkeypatch, [RTX])
+    write_plan(plan(strategy), "plan.toml")
+    asked: list[bool] = []
+
+    def probe(plan: Plan, runner: RealRunner, *, encode: bool = False) -> ProbeRow:
+        asked.append(encode or runner.encode)
+        raise VplanError("no GPU in this test")
+
+    monkeypatch.setattr("planner.probe.probe.probe", probe)
+    run("plan.toml", "--probe")
+    assert asked == [encodes]
 
 
 # ---- plans that are none

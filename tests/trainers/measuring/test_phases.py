@@ -95,6 +95,46 @@ def test_weights_that_are_no_numbers_at_the_checkpoint_are_a_nan(
     assert not list((tmp_path / "scratch").rglob("*.safetensors"))
 
 
+@pytest.mark.parametrize(("calls", "phase"), [(1, "first_step"), (3, "optimizer")])
+def test_memory_that_runs_out_in_the_optimizer_is_told_with_its_phase(
+    calls: int, phase: str, place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first step, or in a steady one, whose passes and optimizer are not measured apart."""
+    update, done = torch.optim.AdamW.step, []
+
+    def full(self: torch.optim.AdamW, *arguments: Any) -> Any:
+        done.append(self)
+        if len(done) == calls:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
+        return update(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", full)
+    report = Report()
+    measure(wanted(place, tmp_path / "scratch"), report)
+    assert (report.facts["outcome"], report.facts["phase"]) == ("oom", phase)
+    assert report.facts["message"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert report.facts["requested_bytes"] == 2 * 2**30
+    failed = "step" if phase == "optimizer" else phase
+    assert report.facts["phases"][failed]["allocated_bytes"] is None
+
+
+def test_memory_that_runs_out_in_forward_is_told_as_train(
+    place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, done = torch.nn.functional.mse_loss, []
+
+    def full(*arguments: Any, **more: Any) -> Any:
+        done.append(1)
+        if len(done) == 3:  # the second step: each has two micro-batches
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(*arguments, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "mse_loss", full)
+    report = Report()
+    measure(wanted(place, tmp_path / "scratch"), report)
+    assert (report.facts["outcome"], report.facts["phase"]) == ("oom", "train")
+
+
 def test_both_experts_are_probed_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
     pair = runs.Pair(tmp_path / "pair")

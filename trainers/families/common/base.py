@@ -1,4 +1,4 @@
-"""What all families share: shapes from the grid, flow matching, the mean squared error.
+"""The base class of all families: shapes from the grid, flow matching, the mean squared error.
 
 Shape letters: B batch, C latent channels, F latent frames, H and W the patch grid, T text tokens, D text width.
 """
@@ -25,77 +25,77 @@ Grid = Mapping[str, int]
 
 
 class Family:
-    """A model family: how its batches, inputs, targets and encoders look. Batches hold what caching leaves on disk:
-    latents and text embeddings."""
+    """A model family: its batches, model inputs, targets and encoders. A batch holds the tensors that caching writes to
+    disk, such as latents and text embeddings."""
 
     short_sides = False
-    """Whether its table of positions ends before the rows and columns tapes are usually recorded at."""
+    """Whether its table of positions ends before the rows and columns that tapes are usually recorded at."""
 
     sums: Mapping[str, tuple[int, tuple[str, ...]]] = {}
     """Lengths that are sums: name -> (constant, products), e.g. the joint sequence S = F*H*W + T."""
 
     rounded: Mapping[str, tuple[str, int]] = {}
-    """Lengths counted in several: name -> (product, unit), as P = ceil(H*W / 32) where images are padded to 32 tokens.
-    Sums may add them."""
+    """Lengths that are rounded up: name -> (product, unit), e.g. P = ceil(H*W / 32) where images are padded to a
+    multiple of 32 tokens. Sums may contain them."""
 
     fixed: Mapping[str, int] = {"F": 1}
-    """Grid atoms this family cannot vary."""
+    """Grid atoms that this family cannot vary."""
 
     extra_tokens = False
-    """Whether samples have tokens beside the clip's own and its text's (grid atom E)."""
+    """Whether samples have tokens besides those of the clip and its text (grid atom E)."""
 
     idle: tuple[str, ...] = ()
-    """Modules of the last block that work for an output nobody takes, and get no gradient."""
+    """Modules of the last block whose output is not used, so that they get no gradient."""
 
     masks_all_tokens = False
     """Whether attention takes a mask over the joint sequence, expanded to a view of S x S."""
 
     copies_masks = False
-    """Whether it may mask all tokens of clip and text together: such a mask is copied into padded rows unless they are
-    a multiple of 8, and a recording is made where they are none."""
+    """Whether it may mask all tokens of clip and text together. Such a mask is copied into padded rows unless their
+    length is a multiple of 8, so recordings use a length that is not."""
 
     adds_masks_up = False
-    """Whether a recording tells code that asks how many tokens of a prompt count: all. Else it says one."""
+    """Whether a recording answers code that counts the tokens of a prompt's mask with all tokens; otherwise with 1."""
 
     places_by_mask = False
-    """Whether its model works out by the numbers of a mask which token stands where, and how long the sequence is."""
+    """Whether its model computes the order and number of tokens from the values of a mask."""
 
     shared: frozenset[str] = frozenset()
-    """Tensors of a batch that have no batch dimension, because all its samples have the same."""
+    """Tensors of a batch without a batch dimension, because they are the same for all samples."""
 
     ragged: frozenset[str] = frozenset()
-    """Tensors of a batch that are as long as the longest prompt in it, up to the plan's length."""
+    """Tensors of a batch that are as long as its longest prompt, up to the plan's length."""
 
     reads_reference = False
-    """Whether its samples are encoded with the image they were made from."""
+    """Whether samples are encoded together with a reference image."""
 
     encoding = 1
-    """Counted up when samples are encoded otherwise than before: what was cached is then made anew."""
+    """Version of the encoding. Increase it when samples are encoded differently, so that they are cached again."""
 
     longest_side: int | None = None
-    """Cells per axis that its tables of positions hold; None for as many as anybody trains."""
+    """Cells per axis that its tables of positions hold; None if there is no practical limit."""
 
     limits = (0.0, 1.0)
-    """the noise levels it trains"""
+    """the range of noise levels it trains"""
 
     plain_outputs: Mapping[str, bool] = {"return_dict": False}
-    """What tells the model to return a tuple; nothing for a class that returns no records."""
+    """Arguments that make the model return a tuple; empty for a class that always does."""
 
     sample_needs = "what a folder of clips does not have"
-    """What its samples would need, where it has no sampler."""
+    """What samples would need, for a family without a sampler; for the error message."""
 
     captioned = True
-    """Whether its samples have captions; else a clip says all there is, and its sound is a part of that."""
+    """Whether samples have captions; otherwise the clip and its sound are the only input."""
 
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
         self.config = profile.config
         self.references = profile.shape.references
         self.loss_weights: Tensor | None = None
-        """what each sample of the batch weighs whose inputs were made last, (B,); None where all weigh the same"""
+        """the loss weights of the samples in the latest batch, (B,); None if all are 1"""
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Random tensors of the shapes and dtypes a real batch has on the device."""
+        """Random tensors with the shapes and dtypes of a real batch on the device."""
         raise NotImplementedError
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Any]:
@@ -103,18 +103,19 @@ class Family:
         raise NotImplementedError
 
     def complete(self, model: nn.Module) -> None:
-        """Hook for what a model with fewer blocks, of which a recording is made, needs of the whole one, before
-        weights are cast and quantised; by default nothing."""
+        """Hook that adds to a shallow model for recording what it must have of the whole one, before weights are cast
+        and quantised; does nothing by default."""
 
     def prepare(self, model: nn.Module) -> None:
-        """Hook for changes that a freshly built model needs before it trains; by default none."""
+        """Hook for changes to a newly built model before it trains; does nothing by default."""
 
     def prediction(self, outputs: tuple[Tensor, ...]) -> Any:
-        """The part of the model's outputs that the loss compares with the target; by default the first."""
+        """The part of the model's output that the loss compares with the target; the first by default."""
         return outputs[0]
 
     def loss(self, prediction: Any, target: Any, inputs: dict[str, Any]) -> Tensor:
-        """Mean squared error in fp32, as the published trainers compute it, weighted as the model's law says."""
+        """Mean squared error in fp32, as the published trainers compute it, with the loss weights of the model's
+        training settings."""
         return squared_error(prediction.float(), target.float(), self.loss_weights)
 
     def without_gradient(self, name: str, blocks: int) -> bool:
@@ -123,15 +124,15 @@ class Family:
         return name.startswith(last) and name.removeprefix(last).startswith(self.idle)
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
-        """The encoders that clips go through, the VAE last; none where caching them is not built."""
+        """The encoders to run over clips, the VAE last; empty if the family cannot encode clips."""
         return ()
 
     def text_turns(self) -> tuple[EncoderTurn, ...]:
-        """The encoders that captions go through, the largest last. What one turn leaves the next may add to."""
+        """The encoders to run over captions, the largest last. A later turn may use the output of earlier ones."""
         return ()
 
     def sampler(self) -> FamilyPipeline | None:
-        """How samples are made with the family's pipeline; None for a family whose pipeline is not described."""
+        """How samples are made with the family's pipeline; None if they cannot be made (see `sample_needs`)."""
         return None
 
     def sampled_image(self, image: Any, height: int, width: int, frames: int) -> dict[str, Any]:
@@ -139,21 +140,21 @@ class Family:
         return {"image": image}
 
     def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a sample as a batch names them, from those that all encoders' turns left."""
+        """Combines the outputs of all encoders' turns for a sample into the tensors of a batch."""
         return parts
 
     def cached_tensors(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors that are cached of one sample, from a batch of one: without the batch's axis, but for those that
-        all samples share."""
+        """The tensors to cache for one sample, from a batch of one: without the batch dimension, which shared tensors
+        do not have."""
         return {name: tensor if name in self.shared else tensor[0] for name, tensor in batch.items()}
 
     def with_window(self, sample: dict[str, Tensor], window: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A sample with another window of its clip beside it: for models that see a clip in windows. Others raise
+        """A sample combined with another window of its clip, for models that take a clip in windows. Others raise a
         NotImplementedError."""
         raise NotImplementedError
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """One batch of samples of one shape, as `batch` makes it. A sample is what caching left of clip and caption."""
+        """A batch of samples of one shape, in the form of `batch`. A sample: the cached tensors of clip and caption."""
         first = samples[0]
         return {
             name: first[name] if name in self.shared else torch.stack([sample[name] for sample in samples])
@@ -161,8 +162,8 @@ class Family:
         }
 
     def collate_with_mask(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """One batch whose prompts are filled up to the longest one, with a mask wherever there are several samples: for
-        families whose `collate` it is."""
+        """A batch with prompts padded to the longest one, and with a mask if there are several samples; an
+        implementation of `collate` for families that need it."""
         lengths = [sample["prompt"].shape[0] for sample in samples]
         longest = max(lengths)
         filled = [
@@ -186,10 +187,11 @@ class Family:
         return noisy, sigmas, latents - drawn if towards_clip else drawn - latents
 
     def levels(self, latents: Tensor) -> Tensor:
-        """A noise level for each sample of a batch, (B,): drawn from the law's density where samples have seeds.
+        """A noise level for each sample of a batch, (B,): drawn from the density in the training settings if samples
+        have seeds.
 
-        A recorded step, whose numbers are never read, draws numbers that take the same memory, and weighs no error:
-        weights are a number a sample.
+        Otherwise, as in recordings, where values do not matter, any numbers are drawn and errors are not weighted:
+        weights are only one number per sample.
         """
         uniform = random_draws.uniform(latents.shape[0], latents.device)
         if uniform is None:
@@ -202,23 +204,24 @@ class Family:
         return drawn
 
     def law(self, tokens: int) -> Training:
-        """How samples of so many tokens are trained; by default as the profile says, whatever their size."""
+        """The training settings for samples with this number of tokens; the profile's by default."""
         return self.profile.training
 
     def tokens_of(self, latents: Tensor) -> int:
-        """Tokens of one sample: packed latents are (B, tokens, C), others (B, C, ...) with rows and columns last."""
+        """The number of tokens of one sample. Packed latents are (B, tokens, C), others (B, C, ..., rows, columns)."""
         if latents.ndim == 3:
             return latents.shape[1]
         return latents[0, 0].numel() // math.prod(self.profile.shape.patch)
 
     def for_job(self, job: Job) -> Self:
-        """The family as it trains a job: one expert of two on its own noise levels, and with reference images."""
+        """Sets the family up for a job: its reference images, and the range of noise levels of a single expert.
+        Returns the family."""
         self.references = job.references or self.profile.shape.references
         self.limits = noise_levels.limits(self.profile.training, job.experts)
         return self
 
     def video_latents(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-        """Latents (B, C, F * patch, H * patch, W * patch), each axis with its own patch."""
+        """Random latents (B, C, F * patch, H * patch, W * patch), each axis with its own patch size."""
         patch_f, patch_h, patch_w = self.profile.shape.patch
         channels = self.profile.vae.latent_channels
         size = (grid["B"], channels, grid["F"] * patch_f, grid["H"] * patch_h, grid["W"] * patch_w)

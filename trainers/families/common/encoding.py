@@ -1,4 +1,4 @@
-"""What families encode samples with: an encoder at work, and what most of them do with clips and captions.
+"""Encoders of samples, and the operations on clips and captions that most families share.
 
 Shape letters as in `trainers.families.common.base`; pixels are frames (F, H, W, 3) in 0..255.
 """
@@ -18,32 +18,31 @@ from torch import Tensor
 
 @dataclass
 class Encoder:
-    """A text encoder, image encoder or VAE on its device, with its tokenizer or processor and the sample that it works
-    on."""
+    """A text, image or sound encoder or a VAE on its device, with its tokenizer or processor and the current sample."""
 
     model: Any
     helper: Any = None
     """its tokenizer or image processor"""
     tokens: int = 0
-    """text tokens a caption is padded to (the plan's)"""
+    """text tokens that captions are padded to, from the plan"""
     size: tuple[int, int] = (0, 0)
     """height and width of the clip in its file"""
     reference: Tensor | None = None
-    """the image that a sample was made from, at the sample's size; (1, H, W, 3)"""
+    """the sample's reference image, at the sample's size; (1, H, W, 3)"""
     control: Tensor | None = None
-    """the frames that steer a sample, as many and as large as its own"""
+    """the frames of the control video, with the number and size of the sample's"""
     source: Path | None = None
-    """the clip's file, for who hears it"""
+    """the clip's file, for encoders of sound"""
     times: tuple[Fraction, ...] = ()
-    """when in that file the frames are shown, seconds"""
+    """the times of the frames in that file, seconds"""
     sound_features: dict[str, Tensor] = field(default_factory=dict)
-    """what it made of the file it was at last: a clip is cut into many samples"""
+    """file -> the encoded sound of the latest file, because a clip is cut into many samples"""
     earlier: dict[str, Tensor] = field(default_factory=dict)
-    """what the turns before left of the sample, where this one reads it"""
+    """outputs of earlier turns for the sample, if this turn reads them"""
     generator: torch.Generator | None = None
-    """seeded by what is encoded, so that a sample is the same whoever encodes it, and whenever"""
+    """seeded by the sample, so that its encoding does not depend on the rank or the order"""
     prompt_pipelines: dict[tuple[str, str], Any] = field(default_factory=dict)
-    """made by `pipeline`, each for all captions: making one takes longer than encoding a caption with CLIP"""
+    """cache of `pipeline`: making a pipeline takes longer than encoding a caption with CLIP"""
 
     def pipeline(self, name: str, suffix: str = "") -> Any:
         """The diffusers pipeline ``name`` with this text encoder and tokenizer as its ``text_encoder{suffix}`` and
@@ -54,7 +53,7 @@ class Encoder:
         return self.prompt_pipelines[name, suffix]
 
     def drop_model(self) -> None:
-        """Lets go of the model, for whoever frees its memory."""
+        """Drops the references to the model, so that its memory can be freed."""
         self.model = None
         self.prompt_pipelines.clear()
 
@@ -66,7 +65,7 @@ class Encoder:
 
 
 def pipeline(name: str, **components: Any) -> Any:
-    """A diffusers pipeline of a few parts and nothing else, for the way it encodes prompts."""
+    """A diffusers pipeline with only these components, all others None, for its prompt encoding."""
     import diffusers
 
     kind = getattr(diffusers, name)
@@ -78,8 +77,8 @@ def pipeline(name: str, **components: Any) -> Any:
 
 
 def prompt_of(name: str, encoder: Encoder, captions: list[str]) -> list[Tensor]:
-    """What a video pipeline with one text encoder makes of captions: their embeddings, (B, tokens, width), then their
-    masks if there are any."""
+    """Encodes captions with a video pipeline that has one text encoder: [embeddings (B, tokens, width), masks if the
+    pipeline returns them]."""
     embeddings = encoder.pipeline(name).encode_prompt(
         captions, do_classifier_free_guidance=False, max_sequence_length=encoder.tokens, device=encoder.device
     )
@@ -87,42 +86,42 @@ def prompt_of(name: str, encoder: Encoder, captions: list[str]) -> list[Tensor]:
 
 
 CAPTIONS = 16
-"""Captions that T5 and CLIP take at once: padded to one length, each gets the bytes that it gets alone. Most of what a
-small T5 does for one caption, its table of distances, it does for all of them at once."""
+"""Captions to encode at once with T5 and CLIP. They are padded to one length, so results are bit-identical to encoding
+them one by one. A small T5 spends most of its time on the table of relative positions, which all captions share."""
 
 Sample = Any
 """Frames of a clip, a uint8 tensor (F, H, W, 3), or a list of captions."""
 
 
 class EncoderTurn(NamedTuple):
-    """The pass of one encoder over all clips, or over all captions, of a dataset."""
+    """The pass of one encoder over all clips or all captions of a dataset."""
 
     part: str
-    """its folder in the model's"""
+    """the encoder's folder in the model's folder"""
     class_name: str
     encode: Callable[[Encoder, Sample], Mapping[str, Tensor]]
     """tensors named as in `Family.batch`: of a clip without the batch dimension, of captions with it"""
     helper: str = ""
     """folder of its tokenizer or image processor"""
     frames: int | None = None
-    """how many of a clip's first frames it looks at; all when not given, none where it only listens"""
+    """the number of a clip's first frames that it needs; None: all; 0 if it only encodes sound"""
     at_once: int = 1
-    """captions that it may take together, as each gets the bytes that it gets alone"""
+    """captions that can be encoded together without changing the results"""
     reads_earlier: bool = False
-    """whether it goes on from what the turns before left of a caption (`Encoder.earlier`)"""
+    """whether it needs the outputs of earlier turns for a caption (`Encoder.earlier`)"""
 
 
 def pixels(encoder: Encoder, frames: Tensor) -> Tensor:
-    """(1, 3, F, H, W) between -1 and 1, as VAEs take clips, in the encoder's dtype."""
+    """Frames (F, H, W, 3) as VAEs take them: (1, 3, F, H, W) between -1 and 1 in the encoder's dtype, on its device."""
     count, height, width, _ = frames.shape
     clip = torch.empty((1, 3, count, height, width), device=encoder.device, dtype=encoder.model.dtype)
-    for number, frame in enumerate(frames):  # one by one: the whole clip in fp32 would be what nobody planned for
+    for number, frame in enumerate(frames):  # one by one: the estimate does not include the whole clip in fp32
         clip[0, :, number] = frame.to(encoder.device).permute(2, 0, 1).float() / 127.5 - 1.0
     return clip
 
 
 def sampled(encoder: Encoder, clip: Tensor) -> Tensor:
-    """Latents drawn from the VAE's posterior, in fp32, as most published trainers do it."""
+    """Latents sampled from the VAE's posterior, in fp32, as in most published trainers."""
     drawn: Tensor = encoder.model.encode(clip).latent_dist.sample(encoder.generator)
     return drawn.float()
 
@@ -135,10 +134,16 @@ def likeliest(encoder: Encoder, clip: Tensor) -> Tensor:
 
 
 def packed(latents: Tensor) -> Tensor:
-    """Latents (C, h, w) in cells of 2x2: (h/2, w/2, 4C), channels first in a cell (diffusers FluxPipeline)."""
+    """Packs latents (C, h, w) in cells of 2x2: (h/2, w/2, 4C), with the channels first in a cell (diffusers
+    FluxPipeline)."""
     channels, rows, columns = latents.shape
     cells = latents.view(channels, rows // 2, 2, columns // 2, 2)
     return cells.permute(1, 3, 0, 2, 4).reshape(rows // 2, columns // 2, channels * 4)
+
+
+def standardised(latents: Tensor, config: Any) -> Tensor:
+    """Latents (B, C, ...) with mean 0 and standard deviation 1 in each channel, by the numbers in a VAE's config."""
+    return (latents - per_channel(config.latents_mean, latents)) / per_channel(config.latents_std, latents)
 
 
 def per_channel(values: Any, like: Tensor) -> Tensor:

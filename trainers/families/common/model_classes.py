@@ -1,4 +1,5 @@
-"""The class of a profile's model: of diffusers, or of the user's own code where this process may run that."""
+"""Finds and builds the class of a profile's model: from diffusers, or from the user's own code if this process may run
+it."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from planner.errors import VplanError, quoted
 
 
 def class_of(name: str) -> Any:
-    """The class of that name. Raises a VplanError for own code in a process that was not started to run it, or where
-    there is no such class."""
+    """The class of this name. Raises a VplanError if it does not exist, or if it is the user's own code and this
+    process was not started to run it."""
     if not own_code.is_own(name):
         import diffusers
 
@@ -38,7 +39,8 @@ def class_of(name: str) -> Any:
 
 
 def build(found: Any, config: Mapping[str, Any]) -> nn.Module:
-    """A model of a class from its config: as diffusers or transformers make one, else from keyword arguments."""
+    """A model of a class from its config: through diffusers or transformers, else by passing the config as keyword
+    arguments."""
     from diffusers import ConfigMixin
     from transformers import PreTrainedModel
 

@@ -1,8 +1,8 @@
-"""Which noise levels training draws, and what an error weighs at each: published laws, as functions of one uniform
-number a sample.
+"""The distributions of noise levels and the loss weights of published trainers, as functions of one uniform number per
+sample.
 
-A level is a sigma, 0 the clean clip and 1 noise alone. Every density is given by its quantiles, so that a part of the
-range (one expert of two) is drawn from by a part of the uniform numbers, with the density's own shape.
+A level is a sigma: 0 is the clean clip, 1 pure noise. Every density is given by its quantile function. So part of the
+range (for one expert of two) is sampled by restricting the uniform numbers, which keeps the shape of the density.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from planner.catalog.profiles import Training
 # Lightricks/LTX-2 packages/ltx-trainer/src/ltx_trainer/timestep_samplers.py: the mean grows with the tokens of a clip.
 TOKENS, MEANS = (1024, 4096), (0.95, 2.05)
 LOWEST, HIGHEST = -2.5758, 3.0902
-"""Quantiles 0.005 and 0.999 of a normal number, which LTX-2 stretches to 0 and 1."""
+"""Quantiles 0.005 and 0.999 of the standard normal distribution, which LTX-2 maps to 0 and 1."""
 EPSILON, UNIFORM_SHARE = 1e-3, 0.1
 
 WHOLE = (0.0, 1.0)
 STEPS = 1000
-"""Quantiles of a density over which the mean weight is 1, as many as DiffSynth-Studio's schedule has steps."""
+"""Number of quantiles over which weights are normalised to a mean of 1: the steps of DiffSynth-Studio's schedule."""
 
 
 def levels(uniform: Tensor, training: Training, tokens: int, limits: tuple[float, float] = WHOLE) -> Tensor:
-    """Sigmas (B,) in fp32 of uniform numbers (B,) in fp64 between 0 and 1, inside ``limits``. ``tokens``: of a sample.
+    """Sigmas (B,) in fp32 within ``limits``, from uniform fp64 numbers (B,) between 0 and 1. ``tokens``: of a sample.
 
-    ``uniform``, ``logit_normal`` and ``mode`` are then shifted by ``training_shift`` as schedulers do it,
-    s x / (1 + (s - 1) x) (arXiv 2403.03206, section 5.3.2): training on the timesteps of a shifted scheduler.
+    ``uniform``, ``logit_normal`` and ``mode`` are then shifted by ``training_shift`` as in schedulers,
+    s x / (1 + (s - 1) x) (arXiv 2403.03206, section 5.3.2), which is training on the timesteps of a shifted scheduler.
     """
     kind = training.timestep_sampling
     if kind in TOKEN_DENSITIES:
@@ -40,18 +40,18 @@ def levels(uniform: Tensor, training: Training, tokens: int, limits: tuple[float
         mean = _mean(tokens)
         return (_stretched(uniform, mean) if kind.startswith("stretched") else _logit_normal(uniform, mean)).float()
     shift = shift_of(training, tokens)
-    # Drawing from the part of the quantiles that an expert's limits enclose keeps the density's shape within them.
+    # Restricting the quantiles to those inside an expert's limits keeps the density's shape there.
     low, high = _shares(training, shift, limits)
     base = _quantiles(low + uniform * (high - low), training)
     return (shift * base / (1 + (shift - 1) * base)).float()
 
 
 def weights(sigmas: Tensor, training: Training, tokens: int) -> Tensor | None:
-    """What each sample's error weighs, (B,) in fp32, at its noise level; None where all weigh the same.
+    """The loss weight of each sample at its noise level, (B,) in fp32; None if all are 1.
 
     ``sigma_sqrt`` and ``cosmap``: diffusers training_utils.py ``compute_loss_weighting_for_sd3`` (arXiv 2403.03206).
-    ``bell``: DiffSynth-Studio diffsynth/diffusion/flow_match.py ``set_training_weight``: a normal curve around the
-    middle level, zero at noise alone, 1 on average over the levels that the density draws.
+    ``bell``: DiffSynth-Studio diffsynth/diffusion/flow_match.py ``set_training_weight``: a Gaussian around the middle
+    level, shifted to 0 at pure noise, with a mean of 1 over the levels of the density.
     """
     kind = training.loss_weighting
     if kind == "none":
@@ -63,9 +63,11 @@ def weights(sigmas: Tensor, training: Training, tokens: int) -> Tensor | None:
 
 
 def min_snr(scheduler: Any, timesteps: Tensor, training: Training) -> Tensor | None:
-    """What each sample's error weighs at its step of a diffusers noise schedule, (B,) in fp32; None where all weigh the
-    same: min(SNR, gamma) over SNR for noise that is predicted, over SNR + 1 for v (arXiv 2303.09556; diffusers
-    examples/text_to_image train_text_to_image_lora.py, ``--snr_gamma``)."""
+    """The min-SNR loss weight of each sample at its step of a diffusers schedule, (B,) in fp32; None if all are 1.
+
+    It is min(SNR, gamma) / SNR for noise prediction and min(SNR, gamma) / (SNR + 1) for v-prediction (arXiv 2303.09556;
+    diffusers examples/text_to_image train_text_to_image_lora.py, ``--snr_gamma``).
+    """
     if training.loss_weighting != "min_snr":
         return None
     from diffusers.training_utils import compute_snr
@@ -81,15 +83,15 @@ def _bell(sigmas: Tensor) -> Tensor:
 
 @functools.cache
 def _mean_bell(training: Training, tokens: int) -> float:
-    """The mean of the bell, above its lowest value, over the quantiles of a density: of all levels, also where one
-    expert trains its part of them."""
+    """The mean of the bell above its lowest value over all quantiles of a density, also if one expert trains only part
+    of the levels."""
     quantiles = torch.arange(1, STEPS + 1, dtype=torch.float64) / STEPS
     drawn = levels(quantiles.clamp(max=1 - 1e-9), training, tokens).double()
     return float((_bell(drawn) - _bell(torch.ones(()))).mean())
 
 
 def _quantiles(share: Tensor, training: Training) -> Tensor:
-    """Unshifted levels, below which these shares of a density lie."""
+    """The quantile function of a density, without shift: the levels below which these shares of it lie."""
     if training.timestep_sampling == "logit_normal":
         return _logit_normal(share, training.logit_mean, training.logit_std)
     if training.timestep_sampling == "mode":
@@ -103,7 +105,7 @@ def _logit_normal(share: Tensor, mean: float, deviation: float = 1.0) -> Tensor:
 
 @functools.cache
 def _shares(training: Training, shift: float, limits: tuple[float, float]) -> tuple[float, float]:
-    """How much of a density lies below each limit."""
+    """The share of a density below each limit."""
     low, high = limits
     return share_below(training, low, shift), share_below(training, high, shift)
 
@@ -114,7 +116,8 @@ def _mean(tokens: int) -> float:
 
 
 def _stretched(uniform: Tensor, mean: float) -> Tensor:
-    """A tenth uniform; the others logit-normal, stretched over the whole range and reflected at its lower end."""
+    """One tenth of the levels uniform, the others logit-normal, stretched over the whole range and reflected at its
+    lower end."""
     drawn = _logit_normal((uniform - UNIFORM_SHARE) / (1 - UNIFORM_SHARE), mean)
     low, high = (torch.sigmoid(torch.tensor(mean + quantile, dtype=torch.float64)) for quantile in (LOWEST, HIGHEST))
     stretched = (drawn - low) / (high - low)
@@ -124,7 +127,7 @@ def _stretched(uniform: Tensor, mean: float) -> Tensor:
 
 
 def limits(training: Training, expert: Any) -> tuple[float, float]:
-    """The levels that a job trains: all, or those of one expert of two (``high`` or ``low`` noise)."""
+    """The range of levels that a job trains: all, or those of one expert (``high`` or ``low`` noise)."""
     if training.boundary is None or expert not in ("high", "low"):
         return WHOLE
     return (training.boundary, 1.0) if expert == "high" else (0.0, training.boundary)

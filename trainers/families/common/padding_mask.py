@@ -1,4 +1,4 @@
-"""The mask of padding that diffusers' CosmosTransformer3DModel takes, without torchvision."""
+"""Makes the padding mask of diffusers' CosmosTransformer3DModel work without torchvision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from diffusers.models.transformers import transformer_cosmos
 
 
 def keep_size() -> None:
-    """Lets the model do without torchvision, which it resizes the mask with: ours has the latents' size."""
+    """Replaces torchvision, with which the model resizes the mask, by a no-op: our masks have the latents' size."""
     if not hasattr(transformer_cosmos, "transforms"):
         modes = SimpleNamespace(NEAREST="nearest")
         unresized = SimpleNamespace(resize=lambda mask, size, interpolation: mask)

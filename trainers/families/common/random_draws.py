@@ -1,8 +1,8 @@
-"""Random numbers of a training step: torch's own, or each sample's from a seed of its own.
+"""Random numbers of a training step: from torch's global generator, or for each sample from its own seed.
 
-A recorded or measured step draws for the whole batch at once. In training every sample has a seed made of the run's
-seed, the step and its place in the global batch, so that its noise is the same on whatever rank, in whatever
-micro-batch and after whatever resume it comes.
+A recorded or measured step draws for the whole batch at once. In training every sample has a seed, made from the run's
+seed, the step and the sample's place in the global batch, so its noise does not depend on the rank, the micro-batch or
+on resuming.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ _generators: list[torch.Generator] = []
 
 
 def sample_seed(*parts: int | str) -> int:
-    """A seed of 63 bits for these numbers: neighbouring steps and samples have nothing in common."""
+    """A 63-bit seed from these parts, by hashing, so that neighbouring steps and samples get unrelated seeds."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
 
 @contextlib.contextmanager
 def from_seeds(seeds: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Draws inside come from one generator per sample; without seeds, from torch's own as ever.
+    """A context in which the functions of this module draw from one generator per sample; without seeds, from torch's
+    global one.
 
-    What torch draws by itself (dropout) is seeded with the first sample's: on the CPU and on the device. What
-    ``torch.manual_seed`` does beyond that (stack traces for a CUDA to be started later, MPS, XPU) takes longer than all
-    draws together.
+    torch's own generators, of the CPU and the device, are seeded with the first sample's seed, for dropout.
+    ``torch.manual_seed`` is not used: what else it does (stack traces for lazy CUDA initialisation, MPS, XPU) takes
+    longer than all draws together.
     """
     if seeds is None:
         yield
@@ -50,7 +51,7 @@ def from_seeds(seeds: Tensor | None, device: torch.device) -> Iterator[None]:
 
 
 def normal_like(tensor: Tensor) -> Tensor:
-    """Standard normal numbers in the shape, dtype and place of a batch."""
+    """Standard normal numbers with the shape, dtype and device of a batch."""
     if not _generators:
         return torch.randn_like(tensor)
     noise = torch.empty_like(tensor)

@@ -1,4 +1,4 @@
-"""How a family makes a sample: the diffusers pipeline of its own, and what that is told beside the shape."""
+"""Describes how a family makes samples: its diffusers pipeline, and the pipeline's arguments besides the shape."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from planner.catalog.profiles import ModelProfile
 
 SIZE_720P, SIZE_480P = 720 * 1280, 480 * 832
-"""Pixels of the two sizes that published shifts are given for."""
+"""Pixels of the two sizes for which shifts are published."""
 
 SHIFTS = ("flow_shift", "shift")
-"""What diffusers' schedulers call it: UniPC and DPM-Solver the first, Euler the second."""
+"""Names of the shift in diffusers' schedulers: the first in UniPC and DPM-Solver, the second in Euler."""
 
 Settings = Mapping[str, Any]
 
@@ -24,47 +24,48 @@ class FamilyPipeline:
 
     pipeline: str
     prompt: Mapping[str, str]
-    """tensor that caching left of a caption -> argument of the pipeline"""
+    """cached tensor of a caption -> argument of the pipeline"""
     scale: str = "guidance_scale"
     """argument with the guidance scale"""
     frames: str = "num_frames"
     """argument with the frames of a sample"""
     unguided: float = 1.0
-    """the scale that means no guidance"""
+    """the scale that turns guidance off"""
     negative: bool = True
-    """whether guidance needs the empty caption too; else the scale is an input of the model"""
+    """whether guidance uses the empty caption; otherwise the scale is an input of the model"""
     scheduler: str = "FlowMatchEulerDiscreteScheduler"
-    """what samples where the model's folder has no scheduler/"""
+    """the scheduler if the model's folder has no scheduler/"""
     settings: Settings = field(default_factory=dict)
     """its settings"""
     init: Settings = field(default_factory=dict)
-    """further parts of the pipeline"""
+    """further arguments of the pipeline's constructor"""
     call: Settings = field(default_factory=dict)
     """further arguments of its call"""
     layers: frozenset[str] = frozenset()
-    """those of a prompt's tensors that have an axis of layers, which the pipeline takes in front of the samples'"""
+    """prompt tensors with an axis of layers, which the pipeline takes in front of the batch axis"""
     has_own_area: bool = False
-    """whether it makes samples of one area whatever size is asked for, that of its `default_sample_size`"""
+    """whether its samples always have the area of its `default_sample_size`, whatever size is asked for"""
     has_own_sizes: bool = False
-    """whether it makes samples of the nearest size in its list `resolutions`, (width, height)"""
+    """whether its samples have the nearest size in its list `resolutions`, (width, height)"""
     lengths: str = ""
-    """argument with where each prompt of a batch ends, counted from 0, beside a first 0"""
+    """argument with the cumulative lengths of a batch's prompts, beginning with 0"""
     listed: bool = False
-    """whether it takes a list of one tensor for each caption"""
+    """whether it takes prompts as a list with one tensor per caption"""
     image: bool = False
-    """whether it begins with an image"""
+    """whether samples begin with an image"""
     clip: bool = False
-    """whether a video of its length steers it, in the image's place"""
+    """whether samples take a control video of their length, in place of the image"""
     embeds: str = ""
-    """tensor that caching left of the image, which the pipeline's own encoder would make"""
+    """cached tensor that replaces the output of the pipeline's image encoder"""
     vae: Settings = field(default_factory=dict)
-    """what the pipeline asks the VAE's config for, where that does not say"""
+    """keys that the pipeline reads from the VAE's config, for configs without them"""
 
 
 def flow_shift(profile: ModelProfile, height: int, width: int) -> float | None:
-    """The published shift of sampling's noise levels at a size; None where the scheduler's own stands.
+    """The published shift of the noise levels in sampling at a size in pixels; None to use the scheduler's own.
 
-    Where 720p has its own (Wan 2.1: 3.0 at 480p, 5.0 at 720p, docs of diffusers' Wan pipelines), the nearer size says.
+    If there is a separate shift for 720p (Wan 2.1: 3.0 at 480p, 5.0 at 720p, docs of diffusers' Wan pipelines), that of
+    the nearer size is used.
     """
     large = profile.training.shift_720p
     if large is not None and height * width > (SIZE_480P * SIZE_720P) ** 0.5:
@@ -73,7 +74,7 @@ def flow_shift(profile: ModelProfile, height: int, width: int) -> float | None:
 
 
 def shifted(settings: Settings, parameters: Mapping[str, Any], shift: float | None) -> dict[str, Any]:
-    """A scheduler's settings with this shift, under the name that its class has for it; settings of a dynamic shift are
+    """A scheduler's settings with this shift, under its class's name for it; settings with dynamic shifting are
     returned unchanged."""
     name = next((name for name in SHIFTS if name in parameters), None)
     if shift is None or name is None or settings.get("use_dynamic_shifting"):

@@ -1,4 +1,4 @@
-"""The mean squared error of a batch, with a weight for each sample, in the memory that torch's own takes."""
+"""The mean squared error of a batch with a weight for each sample, in as much memory as torch's unweighted one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn import functional
 
 MEAN = 1
-"""torch's number for ``reduction="mean"`` (ATen/core/Reduction.h)."""
+"""torch's enum value of ``reduction="mean"`` (ATen/core/Reduction.h)."""
 
 
 class _Weighted(torch.autograd.Function):
-    """Weights after the reduction: torch's own error with ``reduction="none"`` keeps one more tensor as large as the
-    latents, and recordings are of the unweighted error."""
+    """Applies the weights after the reduction: torch's error with ``reduction="none"`` would keep one more tensor as
+    large as the latents, and recordings have the unweighted error."""
 
     @staticmethod
     def forward(ctx: Any, prediction: Tensor, target: Tensor, weights: Tensor) -> Tensor:
@@ -30,8 +30,8 @@ class _Weighted(torch.autograd.Function):
 
 
 def squared_error(prediction: Tensor, target: Tensor, weights: Tensor | None) -> Tensor:
-    """The mean over a batch of its samples' squared errors, each times its weight. ``prediction``, ``target``:
-    (B, ...) in fp32; ``weights``: (B,), or None where all are 1."""
+    """The mean of the squared errors of a batch's samples, each times its weight. ``prediction``, ``target``: (B, ...)
+    in fp32; ``weights``: (B,), or None if all are 1."""
     if weights is None:
         return _in_own_memory(functional.mse_loss(prediction, target))
     loss: Tensor = _Weighted.apply(prediction, target, weights)  # type: ignore[no-untyped-call]  # torch's
@@ -39,9 +39,9 @@ def squared_error(prediction: Tensor, target: Tensor, weights: Tensor | None) ->
 
 
 def _in_own_memory(loss: Tensor) -> Tensor:
-    """The mean of an error, without the memory of the errors. torch allocates the output of ``mse_loss`` for as many
-    numbers as the prediction has, and then calls it a scalar (ATen/native/Loss.cpp, the meta function of ``mse_loss``):
-    as long as the loss is kept, through backward, the optimizer's step and for each micro-batch, so is that."""
+    """Shrinks the storage of a loss to its single number. torch allocates the output of ``mse_loss`` with the size of
+    the prediction and then resizes it to a scalar (ATen/native/Loss.cpp, the meta function of ``mse_loss``), so that
+    memory would be held as long as the loss: through backward, the optimizer step and for each micro-batch."""
     storage = loss.untyped_storage()
     if storage.nbytes() > loss.nbytes:
         storage.resize_(loss.nbytes)

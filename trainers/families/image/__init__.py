@@ -1,1 +1,1 @@
-"""Families of image models, which `trainers.families` finds here as beside it."""
+"""Families of image models; `trainers.families` finds them here."""

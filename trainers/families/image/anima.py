@@ -1,5 +1,5 @@
-"""Anima: flow matching with Cosmos-Predict2's transformer and a prompt that a conditioner makes (diffusers
-CosmosTransformer3DModel, AnimaTextConditioner, modular_pipelines/anima; sd-scripts anima_train_network.py)."""
+"""Anima: flow matching with Cosmos-Predict2's transformer and a text conditioner (diffusers CosmosTransformer3DModel,
+AnimaTextConditioner, modular_pipelines/anima; sd-scripts anima_train_network.py)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, per_channel, pixels, sampled
+from trainers.families.common.encoding import Encoder, EncoderTurn, pixels, sampled, standardised
 from trainers.families.common.padding_mask import keep_size
 
 STATES = "states"
-"""What Qwen3 leaves of a caption for the conditioner; not cached any longer than that."""
+"""Qwen3's output for the conditioner, which is cached only until the conditioner has run."""
 
 
 class Anima(Family):
-    """Blocks of self-attention and cross-attention to the prompt. The conditioner is frozen, so what it makes of a
-    caption is cached; trainers that keep it in the model run it in every step."""
+    """Blocks of self-attention and cross-attention to the prompt. The conditioner is frozen, so its output is cached;
+    trainers that keep it in the model run it in every step."""
 
     sample_needs = "a modular pipeline, which has no common call"
 
@@ -39,7 +39,7 @@ class Anima(Family):
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        """No latent is padding: the mask is of zeros, as large as the latents."""
+        """The padding mask has the latents' size and is all zeros, because no latent is padding."""
         noisy, sigmas, target = self.flow_matching(batch["latents"])
         return {
             "hidden_states": noisy,
@@ -58,20 +58,18 @@ class Anima(Family):
         )
 
     def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A sample without Qwen3's states."""
+        """A sample, without Qwen3's states."""
         return {name: tensor for name, tensor in parts.items() if name != STATES}
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """{"latents": (C, 1, h, w)}, drawn from the VAE's posterior, every channel with mean 0 and deviation 1."""
-    latents, config = sampled(encoder, pixels(encoder, frames)), encoder.model.config
-    latents = (latents - per_channel(config.latents_mean, latents)) / per_channel(config.latents_std, latents)
-    return {"latents": latents[0]}
+    """{"latents": (C, 1, h, w)}, sampled from the VAE's posterior and standardised."""
+    return {"latents": standardised(sampled(encoder, pixels(encoder, frames)), encoder.model.config)[0]}
 
 
 def encode_caption(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """{"states": the last states of Qwen3 for the caption}; as long as the caption, or one token of zeros for an empty
-    one (modular_pipelines/anima/encoders.py)."""
+    """{"states": Qwen3's last states of the caption}, without padding; one token of zeros for an empty caption
+    (modular_pipelines/anima/encoders.py)."""
     ids = encoder.helper(captions, max_length=encoder.tokens, truncation=True, return_tensors="pt").input_ids
     ids = ids.long().to(encoder.device)
     if not ids.shape[1]:
@@ -80,7 +78,7 @@ def encode_caption(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
 
 
 def condition(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """{"prompt": what the conditioner makes of Qwen3's states and of the caption's T5 tokens}, filled up."""
+    """{"prompt": the conditioner's output for Qwen3's states and the caption's T5 tokens}, padded."""
     tokens = encoder.helper(captions, max_length=encoder.tokens, truncation=True, return_tensors="pt")
     states = encoder.earlier[STATES][None].to(encoder.device)
     prompt = encoder.model(

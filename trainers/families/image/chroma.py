@@ -1,9 +1,8 @@
-"""Chroma: FLUX.1's blocks, with all scales and shifts from one network beside them, over T5's states alone (diffusers
+"""Chroma: FLUX.1's blocks over T5's states only, with all scales and shifts from a separate network (diffusers
 ChromaTransformer2DModel).
 
-As OneTrainer trains that class (23df383, modules/model/ChromaModel.py and modules/modelSetup/BaseChromaSetup.py):
-prompts are as long as the longest of the batch, the first token of padding among them, and a mask is passed only where
-there are several, so one sample has none.
+As OneTrainer trains it (23df383, modules/model/ChromaModel.py and modules/modelSetup/BaseChromaSetup.py): prompts, with
+their first padding token, are padded to the longest of the batch, and a mask is passed only with several samples.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ class Chroma(Family):
     sums = {"S": (0, ("FHW", "T"))}
 
     def prepare(self, model: nn.Module) -> None:
-        """What the class leaves to be done: masks (`_pass_masks`), and its table of modulations, which it counts by its
-        blocks. A model with fewer, of which a recording is made, has the table of the whole one, whose length shows in
-        sizes."""
+        """Fixes the class's masks (`_pass_masks`), and gives a shallow model for recording the whole model's table of
+        modulations: its length depends on the number of blocks and appears in sizes."""
         _pass_masks(model)
         modulations = 12 * self.config["num_layers"] + 3 * self.config["num_single_layers"] + 2
         embedding = model.get_submodule("time_text_embed")
@@ -71,7 +69,7 @@ class Chroma(Family):
         return (EncoderTurn("text_encoder", "T5EncoderModel", encode_prompt, "tokenizer"),)
 
     def sampler(self) -> FamilyPipeline:
-        """The pipeline demands masks; that of one prompt is not passed on."""
+        """The pipeline requires masks, but with one prompt they are not used."""
         mask = torch.ones(1, 1, dtype=torch.bool)
         masks = {"prompt_attention_mask": mask, "negative_prompt_attention_mask": mask}
         return FamilyPipeline(pipeline="ChromaPipeline", prompt={"prompt": "prompt_embeds"}, call=masks)
@@ -81,10 +79,10 @@ class Chroma(Family):
 
 
 def _pass_masks(model: nn.Module) -> None:
-    """Gives the mask of several samples to all blocks, and that of one to none.
+    """Passes the mask to all blocks with several samples, and to none with one sample.
 
-    With checkpointing the class passes it to the double-stream blocks alone; checkpoints must change no number. One
-    sample has no padding, and attention without a mask is faster and needs no table of all pairs.
+    With checkpointing the class passes it only to the double-stream blocks, but checkpointing must not change results.
+    One sample has no padding, and attention without a mask is faster and needs no matrix of all pairs.
     """
     masks: list[Tensor | None] = [None]
 
@@ -110,7 +108,7 @@ def _pass_masks(model: nn.Module) -> None:
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """{"prompt": T5's states of one caption and of the first token of padding behind it}; no longer than those."""
+    """{"prompt": T5's states of one caption and its first padding token}, without further padding."""
     prompt, mask = encoder.pipeline("ChromaPipeline")._get_t5_prompt_embeds(
         captions, max_sequence_length=encoder.tokens, device=encoder.device, dtype=encoder.model.dtype
     )

@@ -15,12 +15,12 @@ from trainers.families.common.encoding import Encoder, EncoderTurn, packed, pixe
 from trainers.families.common.sampling import FamilyPipeline
 
 BATCH_NORM_EPS = 1e-5
-"""What its latents are scaled with, whatever the VAE's config says (diffusers
-pipelines/ernie_image/pipeline_ernie_image.py: the config is to be corrected)."""
+"""The epsilon of its latents' normalisation, instead of the one in the VAE's config (diffusers
+pipelines/ernie_image/pipeline_ernie_image.py, which says that the config is wrong)."""
 
 
 class ErnieImage(Family):
-    """Single-stream blocks over image and text, under a mask of one row; the model is told how long each prompt is."""
+    """Single-stream blocks over image and text with a mask of one row; the model takes the length of each prompt."""
 
     sums = {"S": (0, ("FHW", "T"))}
     masks_all_tokens = True
@@ -45,7 +45,7 @@ class ErnieImage(Family):
         }, target
 
     def tokens_of(self, latents: Tensor) -> int:
-        """Every place of packed latents (B, C, h, w) is a token."""
+        """Every position of packed latents (B, C, h, w) is a token."""
         return latents[0, 0].numel()
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
@@ -58,7 +58,7 @@ class ErnieImage(Family):
         return FamilyPipeline(pipeline="ErnieImagePipeline", prompt={"prompt": "prompt_embeds"}, listed=True)
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Prompts are filled up to the longest one; their lengths say what is masked."""
+        """Prompts are padded to the longest one; their lengths define the mask."""
         longest = max(sample["prompt"].shape[0] for sample in samples)
         filled = [
             {**sample, "prompt": functional.pad(sample["prompt"], (0, 0, 0, longest - sample["prompt"].shape[0]))}
@@ -68,7 +68,7 @@ class ErnieImage(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """{"latents": (4C, h/2, w/2)}, drawn from the VAE's posterior, packed in cells of 2x2 and normalised by its batch
+    """{"latents": (4C, h/2, w/2)}, sampled from the VAE's posterior, packed in cells of 2x2 and normalised by its batch
     norm."""
     cells, norm = packed(sampled(encoder, pixels(encoder, frames)[:, :, 0])[0]), encoder.model.bn
     deviation = torch.sqrt(norm.running_var.float() + BATCH_NORM_EPS)
@@ -76,8 +76,8 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """The penultimate states of Ministral for the caption as it stands; as long as the caption, without padding, cut
-    off behind the plan's tokens."""
+    """{"prompt": Ministral's penultimate states of the plain caption, without padding, at most the plan's tokens,
+    "prompt_length": their number}."""
     pipe = encoder.pipeline("ErnieImagePipeline")
     (prompt,) = pipe.encode_prompt(captions, encoder.device)
     prompt = prompt[: encoder.tokens]

@@ -13,23 +13,22 @@ from trainers.families.common.base import Family, Grid
 from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, packed, pixels
 
 POSITION_SCALE = 0.5
-"""Rows and columns of the image are counted in halves (``Flux3PrepareLatentsStep``, image_rope_scale)."""
+"""Distance of neighbouring rows and columns of the image (``Flux3PrepareLatentsStep``, image_rope_scale)."""
 
 LAYERS = (4, 8, 12, 16, 20, 24, 28, 32)
-"""Of the text encoder, whose states are joined (``Flux3TextEncoderStep``, text_encoder_out_layers)."""
+"""The text encoder's layers whose states are concatenated (``Flux3TextEncoderStep``, text_encoder_out_layers)."""
 
 
 class Flux3(Family):
-    """Blocks over the text and over the image, each for itself, then blocks over both. Those over reference images
-    are loaded like what is around the others, and no step calls them."""
+    """Separate blocks over text and image, then blocks over both. The blocks over reference images are loaded but not
+    called in a step."""
 
     shared = frozenset({"image_ids", "text_ids"})
     sums = {"S": (0, ("FHW", "T"))}
     sample_needs = "a modular pipeline, which has no common call"
 
     def complete(self, model: nn.Module) -> None:
-        """Gives a model with fewer blocks all of those over reference images, which the class counts like the
-        others."""
+        """Gives a shallow model all blocks over reference images; the class makes as many of them as of the others."""
         idle = model.get_submodule("mode_blocks.image_cond")
         assert isinstance(idle, nn.ModuleList)
         for _ in range(self.config["num_layers"] - len(idle)):
@@ -55,7 +54,7 @@ class Flux3(Family):
         }, target
 
     def without_gradient(self, name: str, blocks: int) -> bool:
-        """Whether a weight never gets a gradient: all that is there for reference images."""
+        """Whether a parameter never gets a gradient: those for reference images do not."""
         return "image_cond." in name
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
@@ -66,7 +65,7 @@ class Flux3(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """The mode of the posterior, packed and normalised by the VAE's batch norm, with the place of every token."""
+    """The mode of the posterior, packed and normalised by the VAE's batch norm, and the position of every token."""
     latents, vae = likeliest(encoder, pixels(encoder, frames)[:, :, 0])[0], encoder.model
     deviation = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
     cells = (packed(latents) - vae.bn.running_mean.float()) / deviation.float()
@@ -76,11 +75,11 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """{"prompt": the states of eight layers of the caption as a message, joined along the width, "text_ids": the
-    places of its tokens}. Filled up to the plan's tokens, as the pipeline does to the next multiple of 80."""
+    """{"prompt": the states of eight layers for the caption as a chat message, concatenated along the width,
+    "text_ids": the positions of its tokens}. Padded to the plan's tokens; the pipeline pads to a multiple of 80."""
     from diffusers.modular_pipelines.flux3.encoders import Flux3TextEncoderStep
 
-    words = encoder.helper  # where the pipeline has a processor of images and prompts
+    words = encoder.helper  # stands in for the pipeline's processor of images and prompts
     reader = SimpleNamespace(tokenizer=words, apply_chat_template=words.apply_chat_template)
     states = [
         Flux3TextEncoderStep._get_qwen3_vl_prompt_embeds(

@@ -1,4 +1,4 @@
-"""HiDream-I1: flow matching on the latents of FLUX.1's VAE, feed-forwards of experts (diffusers
+"""HiDream-I1: flow matching on latents of FLUX.1's VAE, with a mixture of experts (diffusers
 HiDreamImageTransformer2DModel, examples/dreambooth train_dreambooth_lora_hidream.py)."""
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from trainers.families.sd3 import encode_clip
 
 
 class HiDream(Family):
-    """Double-stream, then single-stream blocks, each with a text of its own: the states of one of Llama's layers.
+    """Double-stream, then single-stream blocks, each with the states of a different Llama layer as text.
 
-    In one sequence with the image are T5's states, those of Llama's last layer and those of the block's own. The
-    diffusers script has experts that train nothing (`force_inference_output`); here gradients reach them, as in the
-    trainers that build the class of the authors.
+    The sequence has the image's tokens, T5's states, those of Llama's last layer and those of the block's own layer. In
+    diffusers' script the experts do not train (`force_inference_output`); here they get gradients, as in trainers that
+    use the authors' class.
     """
 
     sums = {"S": (0, ("FHW", "T", "T", "T")), "J": (0, ("FHW", "T", "T"))}
 
     def complete(self, model: nn.Module) -> None:
-        """Gives a model with fewer blocks the whole one's texts: the class counts their projections by its blocks, and
-        takes the last for T5."""
+        """Gives a shallow model all text projections: the class makes one for each block, and uses the last for T5."""
         projections = model.get_submodule("caption_projection")
         assert isinstance(projections, nn.ModuleList)
         for _ in range(len(self.config["llama_layers"]) + 1 - len(projections)):
@@ -54,14 +53,14 @@ class HiDream(Family):
         }, self.by_cell(target)
 
     def by_cell(self, latents: Tensor) -> Tensor:
-        """Latents (B, C, h, w) as the class returns them in training: (B, C, cells, numbers in a cell)."""
+        """Latents (B, C, h, w) in the layout that the class returns in training: (B, C, cells, numbers per cell)."""
         size, patch = latents.shape[:2], self.config["patch_size"]
         rows, columns = latents.shape[2] // patch, latents.shape[3] // patch
         cells = latents.reshape(*size, rows, patch, columns, patch)
         return cells.transpose(3, 4).reshape(*size, rows * columns, patch * patch)
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """The family's loss over the image's own cells; what fills up one that is not square is dropped."""
+        """The loss over the image's cells, without the padding of images that are not square."""
         return super().loss(prediction[:, :, : target.shape[2]], target, inputs)
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
@@ -95,7 +94,7 @@ class HiDream(Family):
         )
 
     def joined(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A sample's `pooled`: both CLIPs' vectors, one behind the other."""
+        """A sample, with both CLIPs' vectors concatenated as `pooled`."""
         if "pooled_2" not in parts:
             return parts
         others = {name: tensor for name, tensor in parts.items() if not name.startswith("pooled")}
@@ -116,7 +115,7 @@ def encode_by_t5(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
 
 
 def encode_by_llama(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """{"llama": (B, layers, tokens, width)}, the states behind each of Llama's layers, padded."""
+    """{"llama": (B, layers, tokens, width)}, the output of each of Llama's layers, padded."""
     pipe = encoder.pipeline("HiDreamImagePipeline", "_4")
     states = pipe._get_llama3_prompt_embeds(captions, encoder.tokens, encoder.device)
     return {"llama": states.transpose(0, 1).contiguous()}

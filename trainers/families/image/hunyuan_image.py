@@ -1,5 +1,5 @@
-"""HunyuanImage 2.1: flow matching on latents of a 32x VAE (diffusers HunyuanImageTransformer2DModel; sd-scripts
-hunyuan_image_train_network.py, whose training this is)."""
+"""HunyuanImage 2.1: flow matching on latents of a 32x VAE (diffusers HunyuanImageTransformer2DModel), trained as in
+sd-scripts' hunyuan_image_train_network.py."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainers.families.common.sampling import FamilyPipeline
 
 
 class HunyuanImage(Family):
-    """Double-stream, then single-stream blocks over image, prompt and glyphs (ByT5), under a mask of one row.
+    """Double-stream, then single-stream blocks over image, prompt and glyphs (ByT5), with a mask of one row.
 
     diffusers sorts each sample's text tokens by their masks, valid ones first, so the sizes of the parts depend on the
-    prompt, but not their sum. Recorded is a prompt that fills its tokens, without glyphs: zeros outside their mask.
+    prompt, but their sum does not. Recordings have a prompt that fills its tokens and no glyphs (zeros, masked out).
     """
 
     masks_all_tokens = True
@@ -70,7 +70,7 @@ class HunyuanImage(Family):
         )
 
     def encode_glyphs(self, encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-        """ByT5's states and mask of the quoted text in a caption, letter by letter; zeros when there is none."""
+        """ByT5's states and mask of the quoted text in a caption, one token per byte; zeros if there is none."""
         from diffusers.pipelines.hunyuan_image.pipeline_hunyuanimage import extract_glyph_text
 
         (caption,) = captions
@@ -87,13 +87,14 @@ class HunyuanImage(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """{"latents": (C, h, w)}, drawn from the VAE's posterior and scaled."""
+    """{"latents": (C, h, w)}, sampled from the VAE's posterior and scaled."""
     latents = sampled(encoder, pixels(encoder, frames)[:, :, 0])[0]
     return {"latents": latents * encoder.model.config.scaling_factor}
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """The caption in the pipeline's template, whose own tokens are cut off, two layers before Qwen's last."""
+    """Qwen's states two layers before the last for the caption in the pipeline's template, without the template's
+    tokens, and their mask."""
     pipe = encoder.pipeline("HunyuanImagePipeline")
     prompt, mask = pipe._get_qwen_prompt_embeds(
         encoder.helper, encoder.model, captions, encoder.device, tokenizer_max_length=encoder.tokens

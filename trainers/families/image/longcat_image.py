@@ -13,11 +13,13 @@ from trainers.families.common.encoding import Encoder, EncoderTurn
 from trainers.families.flux import encode_clip
 
 PROMPT_PLACES = 512
-"""Rows and columns of the image are counted from behind the longest prompt (LongCatImagePipeline.prepare_latents)."""
+"""The image's rows and columns begin after the positions of the longest prompt (LongCatImagePipeline.prepare_latents).
+"""
 
 
 class LongCatImage(Family):
-    """FLUX.1's blocks over a language model's states, without a pooled vector. Positions are fp32: bf16 has no 513."""
+    """FLUX.1's blocks over a language model's states, without a pooled vector. Positions are fp32, because bf16 cannot
+    represent 513."""
 
     shared = frozenset({"image_ids", "text_ids"})
     sums = {"S": (0, ("FHW", "T"))}
@@ -50,14 +52,14 @@ class LongCatImage(Family):
 
 
 def encode_image(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """FLUX.1's latents, with the places of their tokens behind the prompt's."""
+    """Latents as for FLUX.1, but with positions after the prompt's."""
     tensors = encode_clip(encoder, frames)
     return {**tensors, "image_ids": tensors["image_ids"] + torch.tensor([1, PROMPT_PLACES, PROMPT_PLACES])}
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """{"prompt": the last layer's states of the caption in the pipeline's template, without the template's own tokens,
-    "text_ids": their places}, padded."""
+    """{"prompt": the last layer's states of the caption in the pipeline's template, without the template's tokens,
+    "text_ids": their positions}, padded."""
     pipe = encoder.pipeline("LongCatImagePipeline")
     pipe.tokenizer_max_length = encoder.tokens
     prompt, places = pipe.encode_prompt(captions)

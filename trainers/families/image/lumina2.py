@@ -1,9 +1,9 @@
 """Lumina Image 2.0: flow matching over text and image in one sequence (arXiv 2503.21758; diffusers
 Lumina2Transformer2DModel, examples/dreambooth/train_dreambooth_lora_lumina2.py).
 
-The model asks the mask how many tokens each prompt has, and puts text and image together one sample after another, so
-how many operators there are depends on the batch. A recording has prompts that fill their length; where those of a
-batch differ, its attention takes a mask of one row a sample, which is not recorded.
+The model reads the length of each prompt from the mask and joins text and image sample by sample, so the number of
+operators depends on the batch. Recordings have prompts that fill their length; if prompts of a batch differ in length,
+attention takes a mask of one row per sample, which is not recorded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Lumina2(Family):
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        """The model's time runs from noise to image, and its velocity towards the image."""
+        """The model's time runs from noise to image, and it predicts the velocity in that direction."""
         noisy, sigmas, target = self.flow_matching(batch["latents"][:, :, 0], towards_clip=True)
         return {
             "hidden_states": noisy,
@@ -60,15 +60,14 @@ class Lumina2(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """{"latents": (C, 1, h, w)}, drawn from the VAE's posterior, shifted and scaled as in the example that the module
-    names."""
+    """{"latents": (C, 1, h, w)}, sampled from the VAE's posterior, shifted and scaled as in diffusers' example."""
     latents, config = sampled(encoder, pixels(encoder, frames)[:, :, 0])[0], encoder.model.config
     return {"latents": ((latents - config.shift_factor) * config.scaling_factor)[:, None]}
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """The penultimate states of Gemma 2 for captions behind the pipeline's system prompt, padded, with their mask. The
-    empty caption, which guidance leads away from, has no system prompt in the pipeline either."""
+    """Gemma 2's penultimate states of captions after the pipeline's system prompt, padded, and their mask. The empty
+    caption, for guidance, gets no system prompt, as in the pipeline."""
     pipe = encoder.pipeline("Lumina2Pipeline")
     texts = [f"{pipe.system_prompt} <Prompt Start> {caption}" if caption else "" for caption in captions]
     prompt, mask = pipe._get_gemma_prompt_embeds(texts, encoder.device, encoder.tokens)

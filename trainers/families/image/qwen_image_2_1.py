@@ -1,4 +1,4 @@
-"""Qwen-Image-2.1: flow matching on latents that are not packed, text and image in one sequence (diffusers
+"""Qwen-Image-2.1: flow matching on unpacked latents, with text and image in one sequence (diffusers
 QwenImage21Transformer2DModel, pipelines/qwenimage21/pipeline_qwenimage21.py)."""
 
 from __future__ import annotations
@@ -10,26 +10,28 @@ from torch import Tensor
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, per_channel, pipeline, pixels, sampled
+from trainers.families.common.encoding import Encoder, EncoderTurn, pipeline, pixels, sampled, standardised
 from trainers.families.common.sampling import FamilyPipeline
 from trainers.families.qwen_image import QwenImage
 
 PIPELINE = "QwenImage21Pipeline"
 
 SLOT = 4
-"""Tokens of the image that one place of the vision-language sequence stands for: 2x2, a cell of the grid."""
+"""Image tokens for one position of the vision-language sequence: 2x2, a cell of the grid."""
 
 
 class QwenImage21(QwenImage):
-    """Single-stream blocks, in which text attends to the text before it, and the image to all.
+    """Single-stream blocks in which text attends causally to text, and the image to everything.
 
-    A mask says which places of the sequence are the image's, and all lengths follow from its numbers. Prompts are as
-    Qwen-Image's: as long as the longest of a batch, masked where there are several.
+    A mask marks the image's positions in the sequence, and all lengths are computed from its values. Prompts are as in
+    Qwen-Image: padded to the longest of a batch, and masked with several samples.
     """
 
     masks_all_tokens = True
     copies_masks = True
     places_by_mask = True
+    idle = ()
+    """The last block's queries of the text have no effect, but their gradients are zeros."""
 
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
@@ -61,13 +63,8 @@ class QwenImage21(QwenImage):
         }, target
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """The family's loss over the image's tokens, which come last; what the model says of the text is dropped."""
+        """The loss over the image's tokens, which come last; the output for the text is dropped."""
         return super().loss(prediction[:, -target.shape[1] :], target, inputs)
-
-    def without_gradient(self, name: str, blocks: int) -> bool:
-        """Whether a weight never gets a gradient: none; the last block's queries of the text work for nobody, and get
-        zeros."""
-        return False
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
         return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
@@ -88,19 +85,19 @@ class QwenImage21(QwenImage):
 
 
 class PromptReader:
-    """A tokenizer where the pipeline has a processor of images and prompts: it is asked for prompts alone, or, where
-    those are encoded already, for nothing."""
+    """Stands in for the pipeline's processor of images and prompts: a tokenizer for encoding prompts only, or none if
+    prompts are encoded already."""
 
     def __init__(self, tokenizer: Any = None) -> None:
         self._tokenizer = tokenizer
         self.tokenizer = self
 
     def encode(self, text: str) -> list[int]:
-        """The word that stands for an image: none of a prompt's."""
+        """The id of the image placeholder, which no prompt contains."""
         return [-1]
 
     def apply_chat_template(self, messages: list[Any], **options: Any) -> list[list[int]]:
-        """The words of one conversation, as of a batch of one."""
+        """The token ids of one conversation, as a batch of one."""
         return [self._tokenizer.apply_chat_template(messages, **options) if self._tokenizer else []]
 
     def __call__(self, text: list[str], **options: Any) -> Any:
@@ -108,17 +105,17 @@ class PromptReader:
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """{"latents": (h, w, C)}, drawn from the VAE's posterior over the opaque image, every channel with mean 0 and
-    deviation 1."""
+    """{"latents": (h, w, C)}, sampled from the VAE's posterior for the image with an opaque alpha channel, and
+    standardised."""
     image = pixels(encoder, frames)
-    latents, config = sampled(encoder, torch.cat([image, torch.ones_like(image[:, :1])], dim=1)), encoder.model.config
-    latents = (latents - per_channel(config.latents_mean, latents)) / per_channel(config.latents_std, latents)
+    opaque = torch.cat([image, torch.ones_like(image[:, :1])], dim=1)
+    latents = standardised(sampled(encoder, opaque), encoder.model.config)
     return {"latents": latents[0, :, 0].permute(1, 2, 0).contiguous()}
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """The states of the caption in the pipeline's template, without those of its system's message; as long as the
-    caption, without padding."""
+    """{"prompt": Qwen's states of the caption in the pipeline's template}, without its system message and without
+    padding."""
     parts = {"text_encoder": encoder.model, "processor": PromptReader(encoder.helper)}
     prompt, _, _ = pipeline(PIPELINE, **parts).encode_prompt(captions, device=encoder.device)
     return {"prompt": prompt[:, : encoder.tokens]}

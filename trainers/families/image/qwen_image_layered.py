@@ -1,6 +1,6 @@
-"""Qwen-Image-Layered: an image is taken apart into layers with transparency, all of them made at once beside it
-(diffusers pipelines/qwenimage/pipeline_qwenimage_layered.py; DiffSynth-Studio diffsynth/pipelines/qwen_image.py at
-fed7b18)."""
+"""Qwen-Image-Layered: decomposes an image into layers with transparency, which are generated together with the whole
+image (diffusers pipelines/qwenimage/pipeline_qwenimage_layered.py; DiffSynth-Studio diffsynth/pipelines/qwen_image.py
+at fed7b18)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from trainers.families.qwen_image import QwenImage
 
 
 class QwenImageLayered(QwenImage):
-    """Qwen-Image over the tokens of the whole image and of its layers, which are noisy, and of the image to take apart,
-    which is not."""
+    """Qwen-Image on the noisy tokens of the whole image and its layers, and the clean tokens of the image to
+    decompose."""
 
     sample_needs = "an image to take apart"
 
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
         self.images = profile.inputs["layers"] + 1
-        """that are made: the whole one and its layers"""
+        """number of generated images: the whole one and its layers"""
         noisy = ("FHW",) * self.images
         self.sums = {"S": (0, (*noisy, "T", "E")), "I": (0, (*noisy, "E"))}
 
@@ -34,8 +34,7 @@ class QwenImageLayered(QwenImage):
         return {**batch, "latents": torch.randn(size, device=device, dtype=dtype)}
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        """The class has an embedding of 0 and of 1, of which every caller takes the first (``is_rgb`` in the
-        pipeline)."""
+        """The class has embeddings for 0 and 1, of which all callers use 0 (``is_rgb`` in the pipeline)."""
         size, images, rows, columns, _ = batch["latents"].shape
         noisy, sigmas, target = self.flow_matching(batch["latents"].flatten(1, 3))
         tokens = batch["reference"].shape[1]
@@ -49,7 +48,7 @@ class QwenImageLayered(QwenImage):
         }, target
 
     def sampler(self) -> FamilyPipeline | None:  # type: ignore[override]  # Qwen-Image always has one
-        """None: its pipeline takes an image, and finds a size by that."""
+        """None: its pipeline takes an image, which determines the size."""
         return None
 
 

@@ -14,7 +14,7 @@ from trainers.families.common.sampling import FamilyPipeline
 
 
 class Sana(Family):
-    """Blocks of linear attention, cross-attention to the prompt under a mask, and convolutions."""
+    """Blocks of linear attention, masked cross-attention to the prompt, and convolutions."""
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         text = grid["B"], grid["T"]
@@ -34,7 +34,7 @@ class Sana(Family):
         }, target
 
     def latents(self, batch: dict[str, Tensor]) -> Tensor:
-        """Those that its class takes: of an image, without frames."""
+        """The latents in the layout of the class: those of an image, without a frame dimension."""
         return batch["latents"][:, :, 0]
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
@@ -44,8 +44,8 @@ class Sana(Family):
         return (EncoderTurn("text_encoder", "Gemma2Model", encode_prompt, "tokenizer"),)
 
     def sampler(self) -> FamilyPipeline:
-        """Of the size asked for, where the pipeline would take the nearest of its own and resize the image. Beside
-        embeddings it takes no empty caption, which is its default."""
+        """Samples have the requested size; by default the pipeline generates the nearest of its own sizes and resizes
+        the image. The default empty caption is not allowed together with embeddings."""
         return FamilyPipeline(
             pipeline="SanaPipeline",
             prompt={"prompt": "prompt_embeds", "prompt_mask": "prompt_attention_mask"},
@@ -62,8 +62,8 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """The last states of Gemma 2 for captions alone, padded, with their mask: the training script and the pipeline put
-    no instruction before them unless they are told."""
+    """Gemma 2's last states of plain captions, padded, and their mask: by default the training script and the pipeline
+    add no instruction."""
     pipe = encoder.pipeline("SanaPipeline")
     prompt, mask = pipe._get_gemma_prompt_embeds(
         captions, encoder.device, encoder.model.dtype, max_sequence_length=encoder.tokens

@@ -1,1 +1,1 @@
-"""Families of video models, which `trainers.families` finds here as beside it."""
+"""Families of video models; `trainers.families` finds them here."""

@@ -1,4 +1,4 @@
-"""Cosmos-Predict2 Video2World and Cosmos-Predict2.5: flow matching of a clip behind its first frame (arXiv 2511.00062;
+"""Cosmos-Predict2 Video2World and Cosmos-Predict2.5: flow matching of a clip given its first frame (arXiv 2511.00062;
 diffusers CosmosTransformer3DModel, examples/cosmos/train_cosmos_predict25_lora.py)."""
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from torch import Tensor, nn
 
 from planner.catalog.profiles import ModelProfile
 from trainers.families.common.base import Family, Grid
-from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, per_channel, pixels
+from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, pixels, standardised
 from trainers.families.common.padding_mask import keep_size
 
 GIVEN_TIMESTEP = 0.0001
-"""Noise level that the model is told of frames that are given (``--conditional_frame_timestep``; nvidia-cosmos/
-cosmos-predict2 cosmos_predict2/configs/base/config_video2world.py, ``sigma_conditional``)."""
+"""Noise level passed to the model for given frames (``--conditional_frame_timestep``; nvidia-cosmos/cosmos-predict2
+cosmos_predict2/configs/base/config_video2world.py, ``sigma_conditional``)."""
 
 T5 = "T5EncoderModel"
 
 
 class CosmosPredict(Family):
-    """Blocks of self-attention and cross-attention to the prompt, with a time for every token: the clip's first latent
-    frame is given, and the loss is that of the others. The published scripts give two in half of their steps, which
-    takes the same memory. A clip of one frame is an image that is made from text. Cosmos-Predict2.5 projects its prompt
-    itself."""
+    """Blocks of self-attention and cross-attention to the prompt, with a timestep for every token. The clip's first
+    latent frame is given, and the loss is over the others; the published scripts give two frames in half of the steps,
+    which takes the same memory. A clip of one frame is an image generated from text. In Cosmos-Predict2.5 the model
+    projects the prompt."""
 
     fixed: dict[str, int] = {}
     sample_needs = "NVIDIA's guardrail, whose own models are not priced"
@@ -47,7 +47,7 @@ class CosmosPredict(Family):
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        """No latent is padding: the mask is of zeros, as large as the latents."""
+        """The padding mask has the latents' size and is all zeros, because no latent is padding."""
         noisy, sigmas, target = self.flow_matching(batch["latents"])
         frames, rows, columns = noisy.shape[2:]
         given = torch.zeros((noisy.shape[0], 1, frames, 1, 1), device=noisy.device)
@@ -62,7 +62,7 @@ class CosmosPredict(Family):
         }, target
 
     def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """The mean over all frames, with no error of those that are given (the published script)."""
+        """The mean over all frames, with an error of 0 for given ones, as in the published script."""
         mask = inputs["condition_mask"]
         return super().loss(target * mask + prediction * (1 - mask), target, inputs)
 
@@ -76,15 +76,14 @@ class CosmosPredict(Family):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """{"latents": (C, F, h, w)} by the mean of the posterior, every channel with mean 0 and deviation 1."""
-    latents, config = likeliest(encoder, pixels(encoder, frames)), encoder.model.config
-    latents = (latents - per_channel(config.latents_mean, latents)) / per_channel(config.latents_std, latents)
-    return {"latents": latents[0]}
+    """{"latents": (C, F, h, w)}, the mean of the VAE's posterior, standardised."""
+    return {"latents": standardised(likeliest(encoder, pixels(encoder, frames)), encoder.model.config)[0]}
 
 
 def encode_with_qwen(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """{"prompt": the states of all of Qwen's layers for the caption in the pipeline's template, filled up}, each with
-    mean 0 and deviation 1, beside each other. The pipeline is made of parts that captions do not need."""
+    """{"prompt": the states of all of Qwen's layers for the caption in the pipeline's template}, padded, each layer
+    normalised to mean 0 and deviation 1, concatenated. Calls the pipeline's method without making the pipeline, which
+    would need other parts."""
     from diffusers import Cosmos2_5_PredictBasePipeline
 
     parts: Any = SimpleNamespace(text_encoder=encoder.model, tokenizer=encoder.helper)
@@ -93,7 +92,7 @@ def encode_with_qwen(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]
 
 
 def encode_with_t5(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """{"prompt": T5's states of the caption}, filled up with zeros."""
+    """{"prompt": T5's states of the caption}, padded with zeros."""
     from diffusers import Cosmos2VideoToWorldPipeline
 
     parts: Any = SimpleNamespace(text_encoder=encoder.model, tokenizer=encoder.helper)

@@ -1,4 +1,4 @@
-"""FramePack: flow matching of a section of a clip behind its packed history (arXiv 2504.12626; diffusers
+"""FramePack: flow matching of a section of a clip given its packed history (arXiv 2504.12626; diffusers
 HunyuanVideoFramepackTransformer3DModel; musubi-tuner fpack_cache_latents.py and fpack_train_network.py at 30c658c)."""
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ SECTION = 9
 """Latent frames of a section (``latent_window_size``)."""
 
 CLEAN, HALVED, QUARTERED = 2, 2, 16
-"""Latent frames of the history: those as they are (the first of the clip and the last before the section), those of
-which 2x2x2 cells make a token, and those of which 4x4x4 do."""
+"""Latent frames of the history: uncompressed (the clip's first and the last before the section), with 2x2x2 patches as
+tokens, and with 4x4x4."""
 
 CELL = 16
-"""Tokens of a frame in a cell of the grid, which is 8x8 latents, so that the history is whole tokens."""
+"""Tokens of an uncompressed frame in a cell of the grid. A cell is 8x8 latents, so that it holds whole tokens of the
+history."""
 
 HISTORY = CELL * CLEAN + (CELL // 4) * (HALVED // 2) + (CELL // 16) * (QUARTERED // 4)
 """Tokens of the history in a cell."""
 
 
 class FramePack(Family):
-    """HunyuanVideo's blocks over the tokens of history and section, the prompt's and those of the first image."""
+    """HunyuanVideo's blocks over the tokens of history, section, prompt and first image."""
 
     fixed = {"F": SECTION}
     adds_masks_up = True
@@ -54,8 +55,8 @@ class FramePack(Family):
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        """The section follows the clip's first frame and its history (``vanilla_sampling``); sections that are made
-        from the last to the first have other numbers for the same frames."""
+        """The section follows the clip's first frame and the history (``vanilla_sampling``). If sections are generated
+        in reverse order, only the frame indices differ."""
         noisy, sigmas, target = self.flow_matching(batch["latents"])
         places = torch.arange(1 + QUARTERED + HALVED + 1 + SECTION, device=noisy.device)
         first, quartered, halved, last, section = places.split([1, QUARTERED, HALVED, 1, SECTION])

@@ -15,12 +15,12 @@ from trainers.families.common.encoding import CAPTIONS, Encoder, EncoderTurn, pi
 from trainers.families.common.sampling import FamilyPipeline
 
 LONGEST_SIDE = 128
-"""Frames, rows or columns of cells that the tables of positions hold (``Kandinsky5RoPE3D``, ``max_pos``)."""
+"""Size of the tables of positions in frames, rows or columns of cells (``Kandinsky5RoPE3D``, ``max_pos``)."""
 
 
 class Kandinsky5(Family):
-    """Blocks over the prompt, then blocks over the clip, which attend to it. A video model takes the latents of a given
-    first frame and a mask of what is given beside the noisy ones; text-to-video gives nothing."""
+    """Blocks over the prompt, then blocks over the clip with cross-attention to the prompt. Video models take a given
+    first frame's latents and a mask in addition to the noisy latents; both are zero for text-to-video."""
 
     ragged = frozenset({"prompt"})
     longest_side = LONGEST_SIDE
@@ -61,19 +61,19 @@ class Kandinsky5(Family):
         }, target.permute(0, 2, 3, 4, 1)
 
     def prediction(self, outputs: Any) -> Tensor:
-        """The class returns no tuple."""
+        """The output itself, because the class does not return a tuple."""
         whole: Tensor = outputs
         return whole
 
     def scale_factor(self, latents: Tensor) -> tuple[float, float, float]:
-        """What positions are divided by (diffusers Kandinsky5T2VPipeline ``_get_scale_factor``)."""
+        """The divisors of the positions (diffusers Kandinsky5T2VPipeline ``_get_scale_factor``)."""
         if self.profile.kind == "image":
             return (1.0, 1.0, 1.0)
         sides = [side * self.profile.vae.spatial for side in latents.shape[-2:]]
         return (1.0, 2.0, 2.0) if all(480 <= side <= 854 for side in sides) else (1.0, 3.16, 3.16)
 
     def condition(self, clip: Tensor, first_frame: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Latents (B, F, h, w, C) of what is given of a clip, and a mask of it with one channel."""
+        """The given latents of a clip, (B, F, h, w, C), zero where nothing is given, and a mask with one channel."""
         given, mask = torch.zeros_like(clip), clip.new_zeros((*clip.shape[:-1], 1))
         if first_frame is not None:
             given[:, :1] = first_frame.permute(0, 2, 3, 4, 1)
@@ -81,8 +81,8 @@ class Kandinsky5(Family):
         return given, mask
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Prompts are filled up to the longest with their own last state (SimpleTuner
-        ``unpack_text_embeddings_from_cache``): the model has no mask."""
+        """Prompts are padded to the longest by repeating their last state, because the model has no mask (SimpleTuner
+        ``unpack_text_embeddings_from_cache``)."""
         longest = max(sample["prompt"].shape[0] for sample in samples)
         return super().collate([{**sample, "prompt": filled_up(sample["prompt"], longest)} for sample in samples])
 
@@ -96,12 +96,12 @@ class Kandinsky5(Family):
 
     @property
     def pipeline(self) -> str:
-        """The diffusers pipeline of the model, or one that reads captions as it does."""
+        """The diffusers pipeline of the model, or one that encodes captions in the same way."""
         return "Kandinsky5T2IPipeline" if self.profile.kind == "image" else "Kandinsky5T2VPipeline"
 
     def sampler(self) -> FamilyPipeline | None:
-        """Samples of an image model have the size asked for, where the pipeline would take the nearest of its own. A
-        model whose pipeline attends sparsely makes none, nor one whose pipeline begins with a frame without noise
+        """Samples of an image model have the requested size; by default the pipeline uses the nearest of its own sizes.
+        None for models whose pipeline uses sparse attention, or begins with a frame without noise
         (Kandinsky5I2VPipeline ``prepare_latents``)."""
         if self.profile.inputs.get("sparse_samples") or self.first_frame_given:
             return None
@@ -113,8 +113,8 @@ class Kandinsky5(Family):
         )
 
     def encode_clip(self, encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-        """`latents` (C, F, h, w), drawn from the VAE's posterior and scaled, and those of the first frame where it is
-        given (diffusers Kandinsky5I2VPipeline ``prepare_latents``)."""
+        """`latents` (C, F, h, w), sampled from the VAE's posterior and scaled, and those of a given first frame
+        (diffusers Kandinsky5I2VPipeline ``prepare_latents``)."""
         clip = pixels(encoder, frames)
         if self.profile.kind == "image":
             return {"latents": scaled(encoder, clip[:, :, 0])[0][:, None]}
@@ -129,27 +129,27 @@ class Kandinsky5(Family):
         return {"pooled": pipe._encode_prompt_clip(cleaned(captions), encoder.device)}
 
     def encode_prompt(self, encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-        """Qwen's last states of the caption in the pipeline's template, without the template's own tokens; as long as
-        the caption, without padding."""
+        """{"prompt": Qwen's last states of the caption in the pipeline's template}, without the template's tokens and
+        without padding."""
         pipe = encoder.pipeline(self.pipeline)
         prompt, _ = pipe._encode_prompt_qwen(cleaned(captions), encoder.device, encoder.tokens)
         return {"prompt": prompt}
 
 
 def filled_up(prompt: Tensor, tokens: int) -> Tensor:
-    """A prompt's states (T, D) with the last one repeated behind them."""
+    """A prompt's states (T, D), padded to ``tokens`` by repeating the last one."""
     return torch.cat([prompt, prompt[-1:].expand(tokens - prompt.shape[0], -1)])
 
 
 def scaled(encoder: Encoder, clip: Tensor) -> Tensor:
-    """Latents of a clip or an image, drawn and scaled; of FLUX's VAE too without its shift (diffusers
-    Kandinsky5T2IPipeline, which decodes so)."""
+    """Latents of a clip or an image, sampled and scaled. FLUX's VAE is used without its shift too, because diffusers'
+    Kandinsky5T2IPipeline decodes without it."""
     latents: Tensor = sampled(encoder, clip) * encoder.model.config.scaling_factor
     return latents
 
 
 def cleaned(captions: list[str]) -> list[str]:
-    """Captions as the pipelines read them."""
+    """Captions, cleaned as in the pipelines."""
     from diffusers.pipelines.kandinsky5.pipeline_kandinsky import prompt_clean
 
     return [prompt_clean(caption) for caption in captions]

@@ -14,21 +14,22 @@ from trainers.families.common.base import Family, Grid
 from trainers.families.video.kandinsky_5 import filled_up
 
 VIDEO, TEXT, SOUND = 0, 1, 2
-"""Tags of the tokens of a sequence, by which blocks are modulated (modular_pipeline.py, ``MINIMAX_H3_*_TAG``)."""
+"""Tags of a sequence's tokens, on which the blocks' modulation depends (modular_pipeline.py, ``MINIMAX_H3_*_TAG``)."""
 
 SPANS = (1, 4, 4, 4, 4)
-"""Frames that the latent frames of a chunk stand for (before_denoise.py ``_ROPE_FRAMES_PER_LATENT``)."""
+"""Frames per latent frame of a chunk (before_denoise.py ``_ROPE_FRAMES_PER_LATENT``)."""
 
 TIME_OF_FRAME = 5 / 3
-"""Time of a frame, counted in latents of the sound (before_denoise.py ``_ROPE_FRAME_RESCALE``)."""
+"""Duration of a frame in latents of the sound (before_denoise.py ``_ROPE_FRAME_RESCALE``)."""
 
 SIDE = 32
 """Positions along each side of a square frame (before_denoise.py ``_ROPE_SPATIAL_SCALE``)."""
 
 
 class MiniMaxH3(Family):
-    """Attention over one sequence: the prompt, the sound (E tokens, one channel after the other), the clip. It predicts
-    the way from noise to clip, at levels that are counted from noise; the sound is noised by a shift of its own."""
+    """Attention over one sequence of prompt, sound (E tokens, one channel after the other) and clip. It predicts the
+    velocity from noise to clip, and its time runs in that direction; the sound's noise levels have a different shift.
+    """
 
     fixed: dict[str, int] = {}
     extra_tokens = True
@@ -45,7 +46,7 @@ class MiniMaxH3(Family):
         }
 
     def inputs_and_target(self, batch: dict[str, Tensor]) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
-        """The target is a pair: of the clip and of the sound."""
+        """The target is a pair: (clip, sound)."""
         latents, audio, prompt = batch["latents"], batch["audio"], batch["prompt"]
         noisy, sigmas, target = self.flow_matching(self.rows(latents), towards_clip=True)
         quieter = self.of_sound(sigmas)
@@ -67,29 +68,30 @@ class MiniMaxH3(Family):
         }, (target, audio - noise)
 
     def levels(self, latents: Tensor) -> Tensor:
-        """One level for all samples of a batch: the class has one sequence of them, with one time of the clip's."""
+        """The same level for all samples of a batch: the class takes only one timestep for the clip."""
         drawn, samples = super().levels(latents), latents.shape[0]
         if self.loss_weights is not None:
             self.loss_weights = self.loss_weights[:1].expand(samples)
         return drawn[:1].expand(samples)
 
     def of_sound(self, sigmas: Tensor) -> Tensor:
-        """Levels of the sound where the clip's are `sigmas`: the same share of a schedule with another shift."""
+        """The sound's noise levels for the clip's ``sigmas``: the same unshifted level, with the sound's shift."""
         shift, other = self.profile.inputs["video_shift"], self.profile.inputs["audio_shift"]
         share = sigmas / (shift + sigmas * (1.0 - shift))
         levels: Tensor = other * share / (1.0 + (other - 1.0) * share)
         return levels
 
     def rows(self, latents: Tensor) -> Tensor:
-        """Latents (B, C, F, h, w) as tokens (B, FHW, C and cell) (before_denoise.py ``patchify_video_latents``)."""
+        """Latents (B, C, F, h, w) as tokens (B, FHW, C * cell) (before_denoise.py ``patchify_video_latents``)."""
         batch, channels, frames, height, width = latents.shape
         _, high, wide = self.profile.shape.patch
         cells = latents.reshape(batch, channels, frames, height // high, high, width // wide, wide)
         return cells.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)
 
     def positions(self, latents: Tensor, audio: Tensor, prompt: Tensor) -> Tensor:
-        """(S, 3) times, rows and columns in fp64: the clip and its sound begin together where the prompt ends; each of
-        the sound's channels stands at one side of the frame (before_denoise.py ``build_packed_sequence``)."""
+        """Positions (S, 3) in fp64: times, rows and columns. Clip and sound both begin at the end of the prompt, and
+        the sound's channels are at the left and right side of the frame (before_denoise.py
+        ``build_packed_sequence``)."""
         device, text, sound = latents.device, prompt.shape[1], audio.shape[1]
         frames, height, width = latents.shape[2:]
         _, high, wide = self.profile.shape.patch
@@ -111,12 +113,12 @@ class MiniMaxH3(Family):
         return torch.cat([words, heard, clip])
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Prompts are filled up to the longest with their own last state: the model has no mask."""
+        """Prompts are padded to the longest by repeating their last state, because the model has no mask."""
         longest = max(sample["prompt"].shape[0] for sample in samples)
         return super().collate([{**sample, "prompt": filled_up(sample["prompt"], longest)} for sample in samples])
 
     def prediction(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """The predictions of both: (clip, sound)."""
+        """The predictions: (clip, sound)."""
         return outputs[0], outputs[1]
 
     def loss(self, prediction: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], inputs: dict[str, Any]) -> Tensor:
@@ -126,7 +128,7 @@ class MiniMaxH3(Family):
 
 
 def side(length: int, cells: int, area: float, device: torch.device) -> Tensor:
-    """Where the cells along a side begin: the frame's middle is the middle of a square of as many latents."""
+    """The positions of the cells along a side: the frame is centred in a square with the same number of latents."""
     share = length / area
     return SIDE * ((1.0 - share) / 2.0 + torch.arange(cells, device=device, dtype=torch.float64) * (share / cells))
 

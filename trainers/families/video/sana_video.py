@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, per_channel, pixels
+from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, pixels, standardised
 from trainers.families.common.sampling import FamilyPipeline
 from trainers.families.image.sana import Sana
 
 
 class SanaVideo(Sana):
-    """SANA's blocks over clips: linear attention with positions, cross-attention to the prompt under a mask, and
-    convolutions over a frame and over time."""
+    """SANA's blocks over clips: linear attention with positions, masked cross-attention to the prompt, and convolutions
+    over frames and time."""
 
     fixed: dict[str, int] = {}
 
@@ -26,8 +26,8 @@ class SanaVideo(Sana):
         return (EncoderTurn("text_encoder", "Gemma2Model", encode_prompt, "tokenizer"),)
 
     def sampler(self) -> FamilyPipeline:
-        """Of the size asked for, where the pipeline would take the nearest of its own and resize the clip. Beside
-        embeddings it takes no empty caption, which is its default."""
+        """Samples have the requested size; by default the pipeline generates the nearest of its own sizes and resizes
+        the clip. The default empty caption is not allowed together with embeddings."""
         return FamilyPipeline(
             pipeline="SanaVideoPipeline",
             prompt={"prompt": "prompt_embeds", "prompt_mask": "prompt_attention_mask"},
@@ -39,15 +39,13 @@ class SanaVideo(Sana):
 
 
 def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
-    """{"latents": (C, F, h, w)} by the mode of the posterior, every channel with mean 0 and deviation 1, as
-    Wan's own VAE gives them (NVlabs/Sana diffusion/model/builder.py ``vae_encode``)."""
-    latents, config = likeliest(encoder, pixels(encoder, frames)), encoder.model.config
-    latents = (latents - per_channel(config.latents_mean, latents)) / per_channel(config.latents_std, latents)
-    return {"latents": latents[0]}
+    """{"latents": (C, F, h, w)}, the mode of the posterior, standardised as by Wan's own VAE (NVlabs/Sana
+    diffusion/model/builder.py ``vae_encode``)."""
+    return {"latents": standardised(likeliest(encoder, pixels(encoder, frames)), encoder.model.config)[0]}
 
 
 def encode_prompt(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
-    """The last states of Gemma 2 for captions alone, padded, with their mask: no instruction is put before them."""
+    """Gemma 2's last states of plain captions without an instruction, padded, and their mask."""
     pipe = encoder.pipeline("SanaVideoPipeline")
     prompt, mask = pipe._get_gemma_prompt_embeds(
         captions, encoder.device, encoder.model.dtype, max_sequence_length=encoder.tokens

@@ -1,5 +1,5 @@
-"""SkyReels V2: Wan 2.1's training on a class of its own (arXiv 2504.13074; SkyReelsV2Transformer3DModel), and its
-models for diffusion forcing, in which every latent frame has a noise level of its own (arXiv 2407.01392)."""
+"""SkyReels V2: trained as Wan 2.1, but with a separate class (arXiv 2504.13074; SkyReelsV2Transformer3DModel), and its
+models for diffusion forcing, in which every latent frame has its own noise level (arXiv 2407.01392)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trainers.families.common.sampling import FamilyPipeline
 from trainers.families.wan import Wan
 
 FAST = 1
-"""How the class says that a clip has 24 frames a second; 0 is for 16 (SkyReelsV2DiffusionForcingPipeline)."""
+"""The class's value of ``fps`` for clips of 24 frames per second; 0 is for 16 (SkyReelsV2DiffusionForcingPipeline)."""
 
 
 class SkyReelsV2(Wan):
-    """Wan's blocks; with diffusion forcing their modulation is as long as the clip, because each frame has its own."""
+    """Wan's blocks; with diffusion forcing the modulation has a value for each frame."""
 
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
         self.forces_frames = bool(profile.inputs.get("diffusion_forcing"))
         if self.forces_frames:
-            # SkyReelsV2DiffusionForcingPipeline of diffusers 0.42.1 writes each step over the latents of which UniPC
-            # keeps a view as `last_sample`, so that its corrector goes wrong.
+            # SkyReelsV2DiffusionForcingPipeline of diffusers 0.42.1 updates its latents in place, of which UniPC keeps
+            # a view as `last_sample`, so that its corrector gives wrong results.
             self.sample_needs = "a pipeline that does not write over what its solver keeps"
         if self.config.get("inject_sample_info"):
             self.fixed = {**self.fixed, "B": 1}
@@ -48,8 +48,7 @@ class SkyReelsV2(Wan):
         }, drawn - latents
 
     def levels(self, latents: Tensor) -> Tensor:
-        """With diffusion forcing a noise level for each latent frame of each sample, (B, F), drawn apart from one
-        another."""
+        """With diffusion forcing an independent noise level for each latent frame of each sample, (B, F)."""
         if not self.forces_frames:
             return super().levels(latents)
         self.loss_weights = None

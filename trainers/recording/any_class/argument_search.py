@@ -1,8 +1,8 @@
-"""Finds what a model's `forward` is called with: candidates by name and docstring, decided by dry runs.
+"""Finds the arguments of a model's `forward`: candidates by name and docstring, tried in dry runs.
 
-What the user said stands. A required argument without a candidate that runs, and a width that no layer asked for, are
-reported as missing: nothing is guessed from nothing. An optional argument is given where the model cannot do without,
-where its pipeline gives it, or where weights would stay idle otherwise.
+The user's descriptions are used as they are. A required argument without a candidate that runs, and a width that no
+layer determines, are reported as missing, not guessed. An optional argument is passed if the model does not run without
+it, if its pipeline passes it, or if weights would get no gradient otherwise.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from trainers.recording.any_class.dry_run import (
 )
 
 MORE_RUNS = 30
-"""Tries of one more argument."""
+"""Dry runs for one more optional argument."""
 MATTERS = re.compile(r".*rotary.*|.*mask.*|(img|image|txt|text|position)_ids|guidance")
-"""Optional arguments that change what a step keeps without any weight of their own: not left out in silence."""
+"""Optional arguments that affect a step's memory without having weights; they are not left out silently."""
 ABSENT = "none"
-"""What a user writes for an argument that is not given."""
+"""The user's description of an argument that is not passed."""
 
 
 class MissingArgument(NamedTuple):
-    """An argument that could not be found out, why, and how it might be written."""
+    """An argument that could not be determined, why, and an example of its description."""
 
     name: str
     why: str
@@ -47,43 +47,43 @@ class MissingArgument(NamedTuple):
 
 @dataclass
 class FoundArguments:
-    """Arguments that run, what the model returned for them, and where each comes from."""
+    """Arguments that run, and the model's output for them."""
 
     forward: dict[str, Any]
     output: Any
     grid: Mapping[str, int]
-    sources: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    """optional arguments that are not given, though the model's class or its pipeline knows them"""
+    """optional arguments that are not passed"""
 
     idle: set[str] = field(default_factory=set)
+    """parameters that get no gradient"""
     varies: list[str] = field(default_factory=list)
-    """sizes that the model loops over, so that it does something else at each"""
+    """atoms that the model loops over, so that its operators depend on them"""
 
 
 class ArgumentSearch:
     """One search over the arguments of a model's `forward`."""
 
-    def __init__(self, model: FakeModel, question: ClassFacts) -> None:
+    def __init__(self, model: FakeModel, facts: ClassFacts) -> None:
         self.model = model
-        self.question = question
+        self.facts = facts
         signature = inspect.signature(type(model.model).forward)
         plain = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         parameters = [entry for entry in signature.parameters.values() if entry.kind not in plain]
         self.parameters = {entry.name: entry for entry in parameters if entry.name != "self"}
         self.doc = inspect.cleandoc(type(model.model).forward.__doc__ or "")
-        self.grid = {**GRID, **({"F": 1} if question.one_frame else {}), BLOCKS: question.blocks}
+        self.grid = {**GRID, **({"F": 1} if facts.one_frame else {}), BLOCKS: facts.blocks}
         self.runs = 0
         self.last = ""
-        """how the combination that came furthest failed, for messages"""
+        """the error of the combination that got furthest, for messages"""
 
         self.missing: list[MissingArgument] = []
         self._furthest = (-1, -1)
         self._progress = (0, 0)
-        self._absent = {name for name, tree in question.given.items() if tree == ABSENT}
+        self._absent = {name for name, tree in facts.given.items() if tree == ABSENT}
         self._unused = itertools.cycle(PLACEHOLDERS)
-        passed = question.pipeline.passed if question.pipeline else {}
-        self._decided_off = {name for name, key in passed.items() if key and not question.config.get(key)}
+        passed = facts.pipeline.passed if facts.pipeline else {}
+        self._decided_off = {name for name, key in passed.items() if key and not facts.config.get(key)}
 
     @property
     def main(self) -> str | None:
@@ -93,7 +93,7 @@ class ArgumentSearch:
     def find(self) -> FoundArguments | list[MissingArgument]:
         """Arguments that run, or what is missing."""
         names = [name for name, entry in self.parameters.items() if entry.default is inspect.Parameter.empty]
-        given = [name for name in self.parameters if name in self.question.given and name not in self._absent]
+        given = [name for name in self.parameters if name in self.facts.given and name not in self._absent]
         names += [name for name in given if name not in names]
         if self.main is not None and self.main not in names:
             names.insert(0, self.main)
@@ -108,10 +108,11 @@ class ArgumentSearch:
         ]
 
     def _climbed(self, names: Sequence[str], options: Mapping[str, list[Any]]) -> FoundArguments | None:
-        """A combination that runs, one argument changed at a time: what comes further before it fails is kept.
+        """A combination that runs, found by hill climbing: one argument is changed at a time, and the change that gets
+        furthest before it fails is kept.
 
-        Noise levels are changed together, as a model that takes one per frame takes all so; and all that lies like the
-        latents.
+        All noise levels are changed together, because a model takes either all or none of them per frame; so are all
+        arguments with the layout of the latents.
         """
         groups: dict[tuple[str, ...], list[str]] = {}
         for name in names:
@@ -137,20 +138,20 @@ class ArgumentSearch:
     def _tried(
         self, options: Mapping[str, list[Any]], chosen: Mapping[str, int]
     ) -> tuple[FoundArguments | None, tuple[int, int]]:
-        """One combination, and how far it came: modules called and tensors made before it failed."""
+        """Tries one combination. Also returns how far it got: (modules called, tensors made) before it failed."""
         table, owners = _numbered({name: options[name][index] for name, index in chosen.items()}, self._unused)
         self._progress = (0, 0)
         return self._solved(table, owners), self._progress
 
     def _options(self, name: str) -> list[Any]:
-        if name in self.question.given:
-            return [self.question.given[name]]
+        if name in self.facts.given:
+            return [self.facts.given[name]]
         entry = self.parameters[name]
         if name == self.main or (self.main and candidates.LIKE_LATENTS.fullmatch(name)):
             return self._layouts(self.parameters[self.main])
         if IGNORED.fullmatch(name):
             return []
-        found = candidates.candidates(name, entry, self.doc, self.question)
+        found = candidates.candidates(name, entry, self.doc, self.facts)
         options = list(found)
         annotation = str(entry.annotation).lower()
         if "list" in annotation and "dict" not in annotation:
@@ -160,19 +161,19 @@ class ArgumentSearch:
         return options
 
     def _layouts(self, entry: inspect.Parameter) -> list[Any]:
-        """Layouts of the latents, those of the docstring first."""
-        known: list[Any] = list(candidates.layouts(self.question.patch, self.question.one_frame))
-        said = candidates.from_words(candidates.documented(self.doc, entry.name), entry.name, self.question.patch)
+        """The possible layouts of the latents, that of the docstring first."""
+        known: list[Any] = list(candidates.layouts(self.facts.patch, self.facts.one_frame))
+        said = candidates.from_words(candidates.documented(self.doc, entry.name), entry.name, self.facts.patch)
         if "list" in str(entry.annotation).lower():
             known = [{SAMPLES: layout[2:]} for layout in known if layout.startswith("B ")]
         ordered = sorted(known, key=lambda layout: layout != said)
-        if said and said not in known and "F" in said and self.question.one_frame:
+        if said and said not in known and "F" in said and self.facts.one_frame:
             ordered.insert(0, said)
         return ordered
 
     def _solved(self, table: dict[str, Any], owners: dict[int, str]) -> FoundArguments | None:
-        """One combination with its widths found, one complaint after another, and with the optional arguments that it
-        does not run without; None where it leads nowhere."""
+        """Completes one combination: finds its widths, one error message after another, and adds the optional arguments
+        that it does not run without. None if it does not run."""
         while self.runs < MOST_RUNS:
             self.runs += 1
             outcome = self.model.call(table, self.grid)
@@ -182,8 +183,7 @@ class ArgumentSearch:
                     why = "any width runs, so that none can be told"
                     self._note([MissingArgument(name, why, self._example(name)) for name in set(owners.values())])
                     return None
-                sources = {name: "given" if name in self.question.given else "found" for name in table}
-                return FoundArguments(table, outcome, self.grid, sources)
+                return FoundArguments(table, outcome, self.grid)
             if step := next(iter(self._widths(outcome.error, owners)), None):
                 placeholder, width = step
                 table = _replaced(table, str(placeholder), str(width))
@@ -210,17 +210,17 @@ class ArgumentSearch:
         return None
 
     def _widths(self, error: str, owners: Mapping[int, str]) -> Iterator[tuple[int, int]]:
-        """What `learned` reads from a complaint; groups of channels say no width, and the config has the latents'."""
-        channels = self.question.config.get("in_channels")
+        """As `likely_widths`; an error about channel groups does not tell a width, so the latents' is the config's."""
+        channels = self.facts.config.get("in_channels")
         mine = next((number for number, name in owners.items() if name == self.main), None)
         if "num_groups" in error and mine is not None and isinstance(channels, int):
             yield mine, channels
         yield from likely_widths(error, set(owners))
 
     def _of_table(self, table: dict[str, Any], error: str) -> dict[str, Any] | None:
-        """The arguments at the number of text tokens, or of frames, that a table of positions holds: where the config
-        has it and a size is off by as many. Such a model takes no other."""
-        numbers = {value for value in self.question.config.values() if type(value) is int}
+        """The arguments with the number of text tokens or frames fixed to a number in the config, if the mismatch in
+        the error message suggests that a table of positions has that length. None if it does not."""
+        numbers = {value for value in self.facts.config.values() if type(value) is int}
         for letter in "TF":
             size = self.grid[letter]
             off = {left - right + size for left, right in mismatched(error)} if letter == "T" else set()
@@ -232,15 +232,16 @@ class ArgumentSearch:
         return None
 
     def _joined(self, table: dict[str, Any], owners: Mapping[int, str], error: str) -> FoundArguments | None:
-        """Where two arguments of unknown width are joined along it (the latents once or twice): the split at which the
-        model's output is as wide as its latents. Their width is taken to be a number of the config."""
+        """Solves a combination in which two arguments of unknown width are concatenated (the latents once or twice):
+        chooses the split at which the model's output has the shape of its latents. The latents' width must be a number
+        in the config."""
         mine = [number for number, name in owners.items() if name == self.main]
         others = [number for number in owners if number not in mine]
         sums = {times * number + other: number for number in mine for other in others for times in (1, 2)}
         for wrong, right in mismatched(error):
             if wrong not in sums:
                 continue
-            numbers = {value for value in self.question.config.values() if type(value) is int and 1 < value < right}
+            numbers = {value for value in self.facts.config.values() if type(value) is int and 1 < value < right}
             for width in sorted(numbers):
                 less = {number: name for number, name in owners.items() if number != sums[wrong]}
                 found = self._solved(_replaced(table, str(sums[wrong]), str(width)), less)
@@ -255,13 +256,13 @@ class ArgumentSearch:
         return isinstance(latents, str) and parse_argument(latents, "latents").shape(self.grid) == shape
 
     def _note(self, missing: list[MissingArgument], complaint: str = "") -> None:
-        """Keeps what the combination that came furthest ended with."""
+        """Keeps the failure of the combination that got furthest."""
         if self._progress > self._furthest:
             self._furthest, self.missing, self.last = self._progress, missing, complaint
 
     def _completed(self, answer: FoundArguments) -> FoundArguments | list[MissingArgument]:
-        """With the optional arguments that the pipeline gives, and those without which weights stay idle."""
-        passed = self.question.pipeline.passed if self.question.pipeline else {}
+        """Adds the optional arguments that the pipeline passes, and those without which weights get no gradient."""
+        passed = self.facts.pipeline.passed if self.facts.pipeline else {}
         optional = [name for name in self.parameters if name not in answer.forward and not IGNORED.fullmatch(name)]
         optional = [name for name in optional if name not in self._decided_off | self._absent]
         for name in optional:
@@ -286,12 +287,12 @@ class ArgumentSearch:
         answer.idle = idle
         answer.left_out = [name for name in optional if name not in answer.forward]
         sizes = [letter for letter in "BFHT" if answer.grid[letter] > 1]
-        # Three times: twice as many tokens could be a multiple of 8, at which masks are no longer copied.
+        # Three times as many: twice as many tokens could be a multiple of 8, at which masks are not copied.
         more = {letter: self._allocations(answer, {letter: 3 * answer.grid[letter]}) for letter in sizes}
-        # The call that is kept is the last one, so that `called` is of it.
+        # This call comes last, so that `self.model.called` is about the usual shape.
         usual = self._allocations(answer, {})
         other = [letter for letter, count in more.items() if count not in (0, usual)]
-        # Some keep tables of positions for the shapes they have seen: only what is more once more is a loop.
+        # Some models cache tables of positions by shape: only if a repeated call makes more allocations is it a loop.
         again = {letter: self._allocations(answer, {letter: 3 * answer.grid[letter]}) for letter in other}
         if other:
             usual = self._allocations(answer, {})
@@ -299,8 +300,8 @@ class ArgumentSearch:
         return answer
 
     def _allocations(self, answer: FoundArguments, other: Mapping[str, int]) -> int:
-        """How many allocations a call makes at a shape; 0 where it does not run there. A model that makes more at
-        another size loops over it."""
+        """The number of allocations of a call with some atoms changed; 0 if it fails. A model that makes more
+        allocations when an atom is larger loops over it."""
         outcome = self.model.call(answer.forward, {**answer.grid, **other})
         return 0 if isinstance(outcome, Complaint) else self.model.allocations
 
@@ -309,21 +310,20 @@ class ArgumentSearch:
         for option in self._options(name):
             more, unknown = _numbered({name: option}, self._unused)
             if tried := self._solved({**answer.forward, **more}, unknown):
-                tried.sources = {**answer.sources, name: "found"}
                 return tried
         return None
 
     def _example(self, name: str) -> Any:
-        """How an argument might be written: its first candidate with a number for what is not known."""
-        if name in self.question.given:
-            return self.question.given[name]
+        """An example of an argument's description: its first candidate, with a number in place of an unknown width."""
+        if name in self.facts.given:
+            return self.facts.given[name]
         usual = "B T ones" if "mask" in name else "B T 4096"
         option = next(iter(self._options(name)), usual) if name in self.parameters else usual
         return _replaced(option, "?", "16" if name == self.main else "1024")
 
 
 def _numbered(table: Mapping[str, Any], unused: Iterator[int]) -> tuple[dict[str, Any], dict[int, str]]:
-    """The table with a placeholder for each `?`, and whose argument each is."""
+    """The table with a placeholder for each `?`, and the argument that each placeholder belongs to."""
     owners: dict[int, str] = {}
 
     def numbered(tree: Any, name: str) -> Any:

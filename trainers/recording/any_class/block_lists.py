@@ -1,6 +1,8 @@
-"""Where a model's repeated blocks are, and which key of its config counts them: tried out on the meta device.
+"""Finds a model's lists of repeated blocks, and the config keys that set their lengths, by building it on the meta
+device.
 
-A key counts the blocks of a list when one more of it makes the list one longer. Nothing is taken from names.
+A key sets the length of a list if raising it by one makes the list longer by one. Names are not considered, except for
+the stages of a UNet (`STAGE_KEYS`).
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from trainers.recording.own import REFUSALS
 
 
 class BlockList(NamedTuple):
-    """A module list of blocks, the config key that says how many, and whether they can be told from fewer."""
+    """A module list of blocks, and the config key that sets its length."""
 
     name: str
     depth_key: str
-    """"" where no key counts them: the list is recorded whole"""
+    """"" if no key does: then the list is recorded whole"""
     blocks: int
     last_apart: bool
-    """the last block is built unlike the others"""
+    """whether the last block is built differently from the others"""
 
 
 def built(model_class: Any, config: Mapping[str, Any]) -> nn.Module:
-    """The model with its parameters on the meta device. Raises one of `REFUSALS` where the class cannot."""
+    """The model with its parameters on the meta device. Raises one of `REFUSALS` if it cannot be built."""
     from diffusers.models.modeling_utils import no_init_weights
 
     with no_init_weights(), init_empty_weights(), warnings.catch_warnings():
@@ -39,7 +41,7 @@ def built(model_class: Any, config: Mapping[str, Any]) -> nn.Module:
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The outermost module lists that hold parameters, by name; of a list of lists those in it."""
+    """(name, list) of the outermost module lists that hold parameters; a list of lists counts as the lists in it."""
     outer: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{above}.") for above in outer):
@@ -51,13 +53,13 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
 
 
 def list_names(model: nn.Module) -> list[str]:
-    """The outermost module lists of a model that hold parameters."""
+    """The names of the outermost module lists of a model that hold parameters."""
     return [name for name, _ in _lists(model)]
 
 
 def block_lists(model_class: Any, config: Mapping[str, Any], model: nn.Module) -> list[BlockList]:
-    """The lists of blocks of a model, in no order. A list is one when a config key counts it, or when it is called as
-    the stages of a UNet are."""
+    """The lists of blocks of a model, in no particular order: module lists whose length a config key sets, or with the
+    name of a UNet's stages."""
     counts = {name: len(module) for name, module in _lists(model)}
     candidates = [key for key, value in config.items() if type(value) is int and value in counts.values()]
     keys = _counting_keys(model_class, config, candidates, counts)
@@ -75,8 +77,8 @@ def block_lists(model_class: Any, config: Mapping[str, Any], model: nn.Module) -
 def _counting_keys(
     model_class: Any, config: Mapping[str, Any], candidates: list[str], counts: Mapping[str, int]
 ) -> dict[str, str]:
-    """List -> the key that counts it. All keys are raised at once, each by another number; where the class does not
-    take that, one by one."""
+    """List -> the key that sets its length. All keys are raised at once, each by a different number; if the class
+    cannot be built so, one by one."""
     raised = {key: position + 1 for position, key in enumerate(candidates)}
     keys = _grown(model_class, config, raised, counts)
     if keys is None:
@@ -88,7 +90,7 @@ def _counting_keys(
 def _grown(
     model_class: Any, config: Mapping[str, Any], raised: Mapping[str, int], counts: Mapping[str, int]
 ) -> dict[str, str] | None:
-    """List -> the key that it grew by as much as; None where the model cannot be built so."""
+    """List -> the key that was raised by as much as the list grew; None if the model cannot be built so."""
     try:
         model = built(model_class, {**config, **{key: config[key] + more for key, more in raised.items()}})
     except REFUSALS:
@@ -113,15 +115,15 @@ STAGE_KEYS = {"down_blocks": "down_block_types", "up_blocks": "up_block_types"}
 
 
 def _stage_key(config: Mapping[str, Any], count: int, name: str) -> str:
-    """The config's list with an entry for each stage; "" where it has none of that length."""
+    """The config key with an entry for each stage; "" if there is none of that length."""
     key = STAGE_KEYS[name]
     value = config.get(key)
     return key if isinstance(value, list | tuple) and len(value) == count else ""
 
 
 def stand_for_all(shallow: nn.Module, whole: nn.Module, names: list[str]) -> bool:
-    """Whether the blocks of the shallower of two models are those of the other but for repeated ones: as many runs of
-    like blocks in the lists of these names, each as long or long enough to have a middle."""
+    """Whether the blocks of a shallow model can stand for those of the whole one: the named lists have as many runs of
+    identical blocks, each of full length or long enough to have a middle block."""
     few, every = ([run.count for run in find_runs(model, names, None)[0]] for model in (shallow, whole))
     enough = HEAD + 1 + TAIL
     return len(few) == len(every) and all(
@@ -130,7 +132,8 @@ def stand_for_all(shallow: nn.Module, whole: nn.Module, names: list[str]) -> boo
 
 
 def in_running_order(model: nn.Module, names: list[str], called: list[nn.Module]) -> list[str]:
-    """Lists of blocks in the order in which their first blocks ran; lists of which nothing ran are left out."""
+    """The lists of blocks in the order in which their first blocks ran; lists whose first block did not run are left
+    out."""
     first = {name: next(iter(model.get_submodule(name).children())) for name in names}
     order = {id(module): position for position, module in reversed(list(enumerate(called)))}
     ran = [name for name in names if id(first[name]) in order]

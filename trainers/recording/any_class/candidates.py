@@ -1,6 +1,6 @@
-"""What an argument of `forward` may look like, from its name, its annotation and its docstring.
+"""Proposes descriptions for an argument of `forward`, from its name, its annotation and its docstring.
 
-Descriptions as in `planner.catalog.forward_inputs`, with `?` for a width that nobody knows yet: the model says it.
+They are as in `planner.catalog.forward_inputs`, with `?` for a width that is not known yet; dry runs find it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from trainers.recording.any_class.pipeline_source import PipelineFacts
 
 MAIN = ("hidden_states", "sample", "x", "decoder_input_tokens")
-"""What the noisy latents are called: the first of these that a `forward` has."""
+"""Names of the argument with the noisy latents, in order of preference."""
 
 IGNORED = re.compile(
     r"return_dict|(?!added_cond).*_kwargs|.*controlnet.*|kv_cache.*|.*_residuals?|skip_layers|.*_control_hidden_states|sparse_params"
     r"|perturbation_mask|isolate_modalities|spatio_temporal_guidance_blocks|use_cross_timestep|enable_.*|chunk_.*"
 )
-"""Optional arguments that training does without: switches, other models' outputs, caches of inference."""
+"""Optional arguments that training does not need: switches, other models' outputs, caches for inference."""
 
 DIMENSIONS = (
     (r"b|bs|bsz|batch|batch[_ ]size|n", "B"),
@@ -29,11 +29,12 @@ DIMENSIONS = (
     (r"text_(seq(uence)?_)?len(gth)?|l_text|max_sequence_length|text_tokens|num_text_tokens|prompt_.*len.*", "T"),
     (r"(image_|img_|latent_|num_|visual_)?(seq(uence)?_?)(len(gth)?|s)?|num_latent_pixels|num_tokens|s|l", "L"),
 )
-"""Words for sizes in docstrings, in the order they are tried; L is text or image tokens by the argument's name."""
+"""(pattern of a dimension in docstrings, its letter), in the order they are tried. L stands for text or image tokens,
+depending on the argument's name."""
 
 
 class Patch(NamedTuple):
-    """Latent frames, rows and columns of one cell of the grid."""
+    """Latent frames, rows and columns of one patch, a cell of the grid."""
 
     frames: int
     rows: int
@@ -48,7 +49,7 @@ class Patch(NamedTuple):
 
 
 class ClassFacts(NamedTuple):
-    """What is known before the first call."""
+    """What is known of a class before its first call."""
 
     config: Mapping[str, Any]
     patch: Patch
@@ -57,11 +58,11 @@ class ClassFacts(NamedTuple):
     given: Mapping[str, Any]
     """arguments as the user described them"""
     blocks: int
-    """of the model that is called"""
+    """the number of blocks of the model that is called"""
 
 
 def layouts(patch: Patch, one_frame: bool) -> list[str]:
-    """How latents may lie in a tensor. ``one_frame``: of an image."""
+    """The possible layouts of a tensor of latents. ``one_frame``: for an image."""
     frames, rows, columns = patch.sizes
     if one_frame:
         side = columns[:-1]
@@ -86,8 +87,8 @@ def layouts(patch: Patch, one_frame: bool) -> list[str]:
 
 
 def documented(doc: str, name: str) -> list[str]:
-    """The words of an argument's shape in a docstring: ["batch_size", "sequence_len", "embed_dims"]; empty when it is
-    not said."""
+    """The dimensions of an argument in a docstring, such as ["batch_size", "sequence_len", "embed_dims"]; empty if it
+    has none."""
     start = re.search(rf"^\s*{re.escape(name)} ?\(", doc, re.MULTILINE)
     if start is None:
         return []
@@ -99,7 +100,7 @@ def documented(doc: str, name: str) -> list[str]:
 
 
 def from_words(words: Sequence[str], name: str, patch: Patch) -> str | None:
-    """A shape from the words of a docstring; None where a word says nothing."""
+    """A shape from the dimensions in a docstring; None if more than one of them is unknown."""
     letters = []
     frames, rows, columns = patch.sizes
     latent = {"F": frames, "H": rows, "W": columns}
@@ -116,10 +117,10 @@ def from_words(words: Sequence[str], name: str, patch: Patch) -> str | None:
 
 
 LEVEL = re.compile(r"t|timesteps?|timestep_r|r_timestep|timestep_ratio|(audio_)?sigma|(target|audio)_timestep")
-"""What noise levels are called."""
+"""Names of arguments with noise levels."""
 
 LIKE_LATENTS = re.compile(r".*latents.*|(control|pose)_hidden_states|effnet")
-"""What lies as the noisy latents do."""
+"""Names of arguments with the layout of the noisy latents."""
 
 RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (LEVEL.pattern, ("B timestep", "timestep", "B F timestep", "1 timestep", "BF timestep")),
@@ -174,20 +175,23 @@ RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (r"prior_token_id", ("B FHW long",)),
     (r"prior_token_drop", ("B FHW false",)),
 )
-"""By name: what diffusers means by it wherever it is used (diffusers/models, docstrings of `forward`)."""
+"""(pattern of an argument's name, its possible descriptions), as diffusers uses the names (diffusers/models, docstrings
+of `forward`)."""
 
 ADDED: tuple[dict[str, Any], ...] = (
     {"text_embeds": "B ?", "time_ids": "B 6"},
     {"resolution": "B 2", "aspect_ratio": "B 1"},
 )
-"""What `added_cond_kwargs` holds: SDXL's (pipeline_stable_diffusion_xl.py) and PixArt's (pipeline_pixart_alpha.py)."""
+"""Possible contents of `added_cond_kwargs`: SDXL's (pipeline_stable_diffusion_xl.py) and PixArt's
+(pipeline_pixart_alpha.py)."""
 
 AXES = ("axes_dims_rope", "axes_dim", "axes_dims", "rope_axes_dim")
-"""Config keys with an entry for each axis that positions have."""
+"""Config keys with an entry for each axis of positions."""
 
 
 def candidates(name: str, parameter: inspect.Parameter, doc: str, facts: ClassFacts) -> Iterator[Any]:
-    """Descriptions an argument may have, the likeliest first; none where neither name nor docstring says anything."""
+    """The possible descriptions of an argument, the most likely first; none if neither its name nor the docstring is
+    known."""
     for pattern, shapes in RULES:
         if re.fullmatch(pattern, name):
             said = len(documented(doc, name))
@@ -204,12 +208,12 @@ def candidates(name: str, parameter: inspect.Parameter, doc: str, facts: ClassFa
 
 
 def _dimensions(shape: Any) -> int:
-    """How many dimensions a description of a tensor has, without the kind behind them; 0 for what is no tensor."""
+    """The number of dimensions in a description of a tensor, without its kind; 0 if it does not describe a tensor."""
     return sum(not word.islower() for word in shape.split()) if isinstance(shape, str) else 0
 
 
 def _with_axes(shape: Any, name: str, config: Mapping[str, Any]) -> Any:
-    """Positions have a number for each axis, which no layer says."""
+    """Replaces `?` in a description of positions by their number of axes, which dry runs cannot find."""
     if not name.endswith("_ids") or not isinstance(shape, str):
         return shape
     axes = next((config[key] for key in AXES if isinstance(config.get(key), list | tuple)), None)

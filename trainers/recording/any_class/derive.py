@@ -1,7 +1,8 @@
-"""The profile of a model whose class no bundled model has: from its config, its class and its pipeline's source.
+"""Derives the profile of a model whose class no bundled model has, from its config, its class and its pipeline's
+source.
 
-Its arguments come from `argument_search`, its lengths from `length_sums`, its blocks from `block_lists`. All that no
-file said is written down in words, and stands beside every estimate.
+Its arguments come from `argument_search`, its lengths from `length_sums`, its blocks from `block_lists`. Every
+assumption is written down in words and shown with each estimate.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn import Linear, RMSNorm
 
 from planner.catalog.diffusers_folder import CONFIG, Config, Source, architecture
 from planner.catalog.forward_call import ANY, FAMILY, LAST, ForwardCall
-from planner.catalog.forward_inputs import BLOCKS, SAMPLES, leaves, length
+from planner.catalog.forward_inputs import BLOCKS, SAMPLES, leaves, length, parse_argument
 from planner.catalog.own_code import is_own
 from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile, Stack
@@ -46,7 +47,7 @@ from trainers.recording.any_class.pipeline_source import PipelineFacts, is_video
 from trainers.recording.any_class.vae import Latents, LatentSpace, latent_space
 
 ADAPTED = ("to_q", "to_k", "to_v", "to_out.0")
-"""What diffusers' examples adapt (examples/dreambooth, train_dreambooth_lora_*.py), where a model has them."""
+"""The layers that diffusers' examples adapt (examples/dreambooth, train_dreambooth_lora_*.py)."""
 DEFAULT_TEXT_TOKENS = 512
 IMAGE_SIZE, CLIP_SIZE, CLIP_FRAMES = (1024, 1024), (480, 832), 49
 SHALLOW = 2
@@ -54,7 +55,7 @@ SHALLOW = 2
 
 
 def model_classes() -> dict[str, Any]:
-    """The transformers and UNets of the installed diffusers, by name: a name from a file is looked up here alone."""
+    """The installed diffusers' transformers and UNets, by name. Class names from files are only looked up here."""
     import diffusers
     from diffusers import ModelMixin
 
@@ -69,7 +70,7 @@ def model_classes() -> dict[str, Any]:
 
 
 def derive(source: Source, name: str, inputs: OwnInputs) -> own.Derived:
-    """The profile of a model of any class. Raises a VplanError that says what is missing, and how to write it."""
+    """The profile of a model of any class. Raises a VplanError that says what is missing and how to provide it."""
     classes = {} if is_own(source.class_name) else model_classes()
     if not is_own(source.class_name) and source.class_name not in classes:
         import diffusers
@@ -85,7 +86,7 @@ def derive(source: Source, name: str, inputs: OwnInputs) -> own.Derived:
 
 
 class _Description:
-    """What is found out about one model, step by step."""
+    """What is found out about one model."""
 
     def __init__(self, model_class: Any, config: Config, source: Source, inputs: OwnInputs) -> None:
         self.model_class, self.config, self.source = model_class, config, source
@@ -110,8 +111,8 @@ class _Description:
 
     @property
     def patch(self) -> Patch:
-        """Cells of the model's own patches, as its config says them; of a UNet, whose levels halve."""
-        several = self.config.get("all_patch_size")  # a class may have more than one way in: the first
+        """The model's patch, from its config; for a UNet, whose levels halve the image, a cell of its lowest level."""
+        several = self.config.get("all_patch_size")  # a class with several patch embeddings: the first is used
         size = self.config.get("patch_size", several[0] if isinstance(several, list) and several else None)
         levels = self.config.get("block_out_channels")
         if self.inputs.patch:
@@ -134,14 +135,14 @@ class _Description:
         whole = built(self.model_class, self.config)
         try:
             model = built(self.model_class, shallow)
-            if list_names(model) != list_names(whole):  # such as adapters behind every fifth block
+            if list_names(model) != list_names(whole):  # for example, adapters after every fifth block
                 model = whole
-        except own.REFUSALS:  # some keys must fit each other: then it is tried at its own depth
+        except own.REFUSALS:  # some keys must be consistent with each other
             model = whole
         blocks = sum(len(list(model.get_submodule(entry.name).children())) for entry in self.lists)
         self.fake = FakeModel(model)
-        question = ClassFacts(self.config, self.patch, not self.is_video, self.pipeline, self.inputs.inputs, blocks)
-        found = ArgumentSearch(self.fake, question).find()
+        facts = ClassFacts(self.config, self.patch, not self.is_video, self.pipeline, self.inputs.inputs, blocks)
+        found = ArgumentSearch(self.fake, facts).find()
         if isinstance(found, FoundArguments):
             every = sum(entry.blocks for entry in self.lists)
             for name, tree in found.forward.items():
@@ -160,7 +161,7 @@ class _Description:
     # ---- the profile
 
     def profile(self, name: str, parameters: int) -> ModelProfile:
-        """The whole profile, with sums that hold at two shapes."""
+        """The complete profile, with sums that explain all sizes at two shapes."""
         main = self._main_name()
         is_sequence = not re.search(r"\b\d*H\b", self._main_dims(main))
         latents = Latents(self._latent_channels(main), self.is_video, is_sequence)
@@ -171,7 +172,7 @@ class _Description:
             stacks = tuple(stack if alike else stack.replace(alike=False) for stack in profile.stacks)
             try:
                 return with_sums(profile.replace(stacks=stacks, traits=profile.traits))
-            except NoRun:  # with few blocks: some classes count on a multiple
+            except NoRun:  # with few blocks, because some classes need a multiple
                 if not alike:
                     raise
             except AssertionError:
@@ -182,8 +183,8 @@ class _Description:
         raise AssertionError("one of both returns or raises")
 
     def _can_be_shallow(self, profile: ModelProfile) -> bool:
-        """Whether the class can be built with fewer blocks that tell of all: a config may name them by number
-        (`vace_layers`), or something may be given to each."""
+        """Whether a model with fewer blocks can stand for the whole one. Not if an argument has an entry for each
+        block, or if the config refers to blocks by number (`vace_layers`)."""
         if self.says_blocks:
             return False
         try:
@@ -219,7 +220,7 @@ class _Description:
             self.assumed.append(f"a token is a cell of {patch.rows}x{patch.columns} latents")
         stacks = self._stacks()
         call = self._call(main, stacks)
-        targets, wide = self._lora_targets(stacks)
+        targets = self._lora_targets(stacks)
         shape = self._shape(patch, space)
         flow = self.pipeline is None or self.pipeline.predicts_velocity
         self.assumed.append("the loss is the plain squared error of the " + ("velocity" if flow else "noise"))
@@ -245,7 +246,7 @@ class _Description:
                 "vae": space.vae,
                 "text_encoders": [encoder.to_json() for encoder in encoders],
                 "shape": shape,
-                "lora": {"targets": targets, "wide": wide},
+                "lora": {"targets": targets},
                 "inputs": ForwardCall.read(call).to_json(),
                 "training": {
                     "objective": "flow" if flow else "epsilon",
@@ -260,7 +261,8 @@ class _Description:
         ).replace(traits=ForwardCall.read(call).traits)
 
     def _folded(self, channels: int, latent_channels: int | None) -> Patch:
-        """How many latents a token holds: as many as it has channels for those of the VAE, where that is known."""
+        """The patch of a model with packed latents: a token holds as many latents as its channels are a multiple of
+        the VAE's. If the VAE is not known, 2x2 or 1x1 by the pipeline's source."""
         if latent_channels is None:
             return Patch(1, 2, 2) if self.pipeline and self.pipeline.folds else Patch(1, 1, 1)
         side = math.isqrt(channels // latent_channels)
@@ -324,10 +326,10 @@ class _Description:
         }
         return {**call, "traits": Traits.read(traits).to_json()}
 
-    def _lora_targets(self, stacks: Sequence[Stack]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(layers that an adapter is put on, more layers): attention's by diffusers' names, else all linear ones."""
+    def _lora_targets(self, stacks: Sequence[Stack]) -> tuple[str, ...]:
+        """The layers that a LoRA is put on: attention's by diffusers' names, else all linear layers of the blocks."""
         if self.inputs.lora_targets:
-            return self.inputs.lora_targets, ()
+            return self.inputs.lora_targets
         names = [
             name
             for stack in stacks
@@ -336,7 +338,7 @@ class _Description:
         ]
         found = tuple(target for target in ADAPTED if any(f".{name}".endswith(f".{target}") for name in names))
         if {"to_q", "to_k", "to_v"} <= set(found):
-            return found, ()
+            return found
         ends = dict.fromkeys(re.sub(r"^(\d+\.)+", "", name) for name in names)
         if not ends:
             raise VplanError(
@@ -344,7 +346,7 @@ class _Description:
                 'name layers in --inputs: lora_targets = ["to_q", "to_v"]',
             )
         self.assumed.append("a LoRA is on every linear layer of the blocks")
-        return tuple(ends), ()
+        return tuple(ends)
 
     def _shape(self, patch: Patch, space: LatentSpace) -> dict[str, Any]:
         defaults: Mapping[str, Any] = self.pipeline.defaults if self.pipeline else {}
@@ -373,7 +375,7 @@ class _Description:
         }
 
     def _is_square(self) -> bool:
-        """Whether the class takes images as high as wide alone: then its sizes are all said in rows."""
+        """Whether the class takes square images only, which shows by both sides being described in rows."""
         words = self._main_dims(self._main_name()).split()
         return len(words) == 4 and words[-1] == words[-2] and words[-1].endswith("H")
 
@@ -384,14 +386,14 @@ class _Description:
         side = self.pipeline.constants.get("default_sample_size") if self.pipeline else None
         side = side or self.config.get("sample_size")
         if isinstance(side, int):
-            if self._main_dims(self._main_name()).endswith("HW"):  # sound: a square of as many cells
+            if self._main_dims(self._main_name()).endswith("HW"):  # sound: a square with as many cells
                 side = math.isqrt(side)
             return side * space.spatial, side * space.spatial
         return CLIP_SIZE if self.is_video else IMAGE_SIZE
 
 
 def _asked_for(class_name: str, missing: Sequence[MissingArgument]) -> VplanError:
-    """The VplanError that asks for what could not be found out, with a file to fill in."""
+    """A VplanError that names the missing arguments, with an example file as its fix."""
     first = missing[0]
     lines = "; ".join(f"inputs.{entry.name} = {_toml(entry.example)}" for entry in missing)
     why = "; ".join(f"{entry.name}: {entry.why}" for entry in missing)
@@ -415,8 +417,6 @@ def _stack(entry: BlockList, config: Config) -> Stack:
 
 
 def _sizes(text: str, grid: Mapping[str, int]) -> Iterator[int]:
-    from planner.catalog.forward_inputs import parse_argument
-
     yield from parse_argument(text, "latents").shape(grid)
 
 
@@ -425,7 +425,7 @@ def _except(sizes: Sequence[int], axis: int) -> list[int]:
 
 
 def _described(sizes: Sequence[int], grid: Mapping[str, int]) -> str:
-    """Sizes of an output as dimensions: the product of sizes each is, with what is left as a number."""
+    """The sizes of an output as dimensions: each as a product of atoms and a number."""
     words: list[str] = []
     for size in sizes:
         letters, rest = "", size
@@ -448,7 +448,7 @@ def _leaf_texts(tree: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 MOST_SHAPES = 4
-"""Like shapes that are named one by one."""
+"""Above this number, equal shapes are given as a count."""
 
 
 def _shapes_text(texts: Sequence[str]) -> str:
@@ -465,8 +465,9 @@ def _all_texts(forward: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _idle(names: set[str], stacks: Sequence[Stack], model: nn.Module) -> Iterator[str]:
-    """Names of parameters without gradient with their blocks made general: all blocks, or the last. The lists that no
-    forward calls, of which a deeper model has more as well, are no stacks."""
+    """The names of parameters without gradient, with block numbers replaced by `ANY` if the parameter is idle in all
+    blocks, or by `LAST` if only in the last one. Lists that are never called are not stacks, but they get deeper with
+    the model too, so they count for `ANY`."""
     stacked = {stack.list for stack in stacks}
     lists = {name: len(list(model.get_submodule(name).children())) for name in (*stacked, *list_names(model))}
     for name in sorted(names):

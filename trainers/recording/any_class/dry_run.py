@@ -1,8 +1,8 @@
-"""Calls a model of fake tensors with arguments that may be wrong, and reads from its complaint what is right.
+"""Calls a model of fake tensors with arguments that may be wrong, and learns from its error message what is right.
 
-Widths that nobody knows are large primes of their own. A layer that meets one of them says which number it wants
-instead, so that a width found this way is that of a weight. Which argument is missing is read from the frame of
-`forward` that failed.
+Each unknown width is a different large prime. A layer that gets one of them says in its error which number it expects,
+so the width found this way is that of a weight. Which argument is missing is read from the frame of `forward` that
+failed.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ LENGTHS = {
     for letters in ("HW", "FHW")
     for more in (-1, 0, 1, GRID["T"], GRID["E"])
 }
-"""Lengths at that shape: no width is learned from those."""
+"""Lengths at that shape; a number in an error message that is one of them is not taken for a width."""
 PLACEHOLDERS = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093, 10099, 10103)
-"""Primes beyond every width of a published model that divide none."""
+"""Primes larger than every width of a published model, so that none divides a width."""
 MOST_RUNS = 150
 FAILURES = (*REFUSALS, NameError, ImportError)
-"""What a call may raise: a class may need a package that is not there."""
+"""What a call may raise; NameError and ImportError because a class may need a package that is not installed."""
 
 
 class Complaint(NamedTuple):
-    """How a call failed: what was raised, in one line, and the arguments of `forward` that stood in the line that
-    failed and were None."""
+    """How a call failed: the error in one line, its type, and the arguments of `forward` that were None in the failing
+    statement."""
 
     error: str
     kind: str
@@ -55,16 +55,16 @@ class Complaint(NamedTuple):
 
 
 class FakeModel:
-    """A model whose weights are fake, to be called as often as needed."""
+    """A model with fake weights, which can be called repeatedly."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.called: list[nn.Module] = []
         self.allocations = 0
-        """made by the latest call"""
+        """the number of allocations in the latest call"""
 
         self.attends_by_card = False
-        """whether a call attended in a way that differs by card (`trainers.recording.cuda_ops.CudaAttention`)"""
+        """whether a call used attention whose kernel differs by card (`trainers.recording.cuda_ops.CudaAttention`)"""
 
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._environment():
@@ -77,7 +77,7 @@ class FakeModel:
 
     @contextlib.contextmanager
     def _environment(self) -> Iterator[None]:
-        logger = logging.getLogger("torch._subclasses.fake_tensor")  # it prints the trace of every refused call
+        logger = logging.getLogger("torch._subclasses.fake_tensor")  # logs a traceback for every failed call
         level = logger.level
         with (
             warnings.catch_warnings(),
@@ -97,7 +97,7 @@ class FakeModel:
                 self.attends_by_card |= attention.differs_by_card
 
     def call(self, arguments: Mapping[str, Any], grid: Mapping[str, int]) -> tuple[Any, ...] | Complaint:
-        """What the model returns for arguments as `planner.catalog.forward_inputs` describes them; a Complaint where it
+        """The model's output for ``arguments``, described as in `planner.catalog.forward_inputs`; a Complaint if it
         raises."""
         with self._environment():
             try:
@@ -115,9 +115,9 @@ class FakeModel:
         return {"return_dict": False} if "return_dict" in inspect.signature(self.model.forward).parameters else {}
 
     def idle_parameters(self, arguments: Mapping[str, Any], grid: Mapping[str, int]) -> set[str] | Complaint:
-        """Names of the parameters that get no gradient from the first output."""
+        """The names of the parameters that get no gradient from the first output."""
         self.model.requires_grad_(True)
-        with self._environment():  # one for both ways: it knows which tensors hold one number throughout
+        with self._environment():  # one for forward and backward, because it tracks tensors' known values
             try:
                 out = self._run(arguments, grid)
                 tensors = [leaf for leaf in tree_leaves(out[0]) if isinstance(leaf, Tensor)]
@@ -133,8 +133,8 @@ class FakeModel:
 
 
 def value_of(tree: Any, grid: Mapping[str, int]) -> Any:
-    """The value of an argument's description at a shape, inside a fake mode. ``grid`` has the number of blocks too,
-    where something is given to each."""
+    """The value of an argument's description at a shape, inside a fake mode. ``grid`` also has the number of blocks,
+    for arguments with an entry for each block."""
     if isinstance(tree, dict) and BLOCKS in tree:
         return [value_of(tree[BLOCKS], grid) for _ in range(grid[BLOCKS])]
     if isinstance(tree, dict) and SAMPLES in tree:
@@ -171,7 +171,8 @@ def _complaint(error: BaseException, model: nn.Module) -> Complaint:
 
 
 def _missing(trace: types.TracebackType, error: str) -> tuple[str, ...]:
-    """Arguments that are None and that the complaint names or, where it is about a None, the statement that failed."""
+    """The arguments that are None and occur in the error message or, if the error is about None, in the failing
+    statement."""
     frame = trace.tb_frame
     positions = inspect.getframeinfo(trace).positions
     lines, first = inspect.getsourcelines(frame.f_code)
@@ -200,7 +201,8 @@ _BROADCAST = re.compile(
 
 
 def mismatched(error: str) -> Iterator[tuple[int, int]]:
-    """Pairs of sizes that a complaint says should be the same, either way round."""
+    """Pairs (wrong, right) of sizes that differ but must not, according to an error message; both ways round if it does
+    not tell which is right."""
     if shapes := _BROADCAST.search(error):
         sides = [[int(size) for size in shapes[name].split(",") if size.strip()] for name in ("one", "two")]
         for one, two in zip(*(reversed(side) for side in sides), strict=False):
@@ -216,7 +218,7 @@ _INVALID_VIEW = re.compile(r"shape '\[(?P<shape>[\d, ]+)\]' is invalid for input
 
 
 def likely_widths(error: str, unknown: set[int]) -> Iterator[tuple[int, int]]:
-    """(placeholder, the width that a layer wants in its place), the likeliest first, from a complaint."""
+    """(placeholder, the width that a layer expects in its place) from an error message, the most likely first."""
     if view := _INVALID_VIEW.search(error):
         sides = [int(side) for side in view["shape"].split(",")]
         for placeholder in unknown.intersection(sides):
@@ -230,7 +232,7 @@ def likely_widths(error: str, unknown: set[int]) -> Iterator[tuple[int, int]]:
             elif wrong in unknown:
                 continue
             elif wrong > placeholder and right - (wrong - placeholder) > 0 and wrong - placeholder < 9000:
-                yield placeholder, right - (wrong - placeholder)  # something was joined to it
+                yield placeholder, right - (wrong - placeholder)  # something was concatenated to it
             elif right and wrong % placeholder == 0 and right % (wrong // placeholder) == 0:
                 yield placeholder, right // (wrong // placeholder)  # it was folded, as cells of a patch are
     numbers = [int(number) for number in re.findall(r"\d+", error)]

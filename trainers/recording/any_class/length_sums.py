@@ -1,8 +1,8 @@
-"""Lengths inside a model that are sums, such as image and text tokens joined: found by recording at two shapes.
+"""Finds lengths inside a model that are sums, such as image and text tokens joined, by recording at two shapes.
 
-A size that is a product of the shape's sizes follows from one recording. One that is not gives itself away in a second,
-where it is not what the product says; then the sum is the one whose values at both shapes divide it alike. A size that
-no sum explains is a refusal, because a tape of it would be wrong at every other shape.
+A size that is a product of the shape's sizes follows from one recording. Any other size differs from that product in a
+second recording; then the sum is the one for which the size is the same multiple at both shapes. A size that no sum
+explains is an error, because a tape with it would be wrong at every other shape.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from trainers.recording.recordings import record_step
 
 PRODUCTS = ("FHW", "HW", "T", "F", "H", "W", "E", "FH", "FW")
 SECOND = {"B": 997, "F": 353, "H": 349, "W": 347, "T": 1019, "R": 1013, "E": 2053}
-"""Other primes than those of the recording, at which clip and text together are no multiple of 8 either."""
+"""The second shape: other primes than the recording's; clip and text together are no multiple of 8 here either."""
 SECOND_SHORT = {**SECOND, "F": 53, "H": 43, "W": 47, "T": 1033}
 CONSTANTS = range(-64, 4097)
-"""Register tokens, class tokens, image tokens of an encoder."""
+"""Possible constants of a sum: register tokens, class tokens, image tokens of an encoder."""
 MOST_SUMS = 6
 FEW = 12
-"""A size up to this is no prime of a recording's, but the batch of two that a tape holds fixed: it says nothing in a
-size."""
+"""Atoms up to this are not primes of the recording but fixed ones, such as a batch of two; they cannot be recognised in
+a size."""
 NEGLIGIBLE = 2**16
-"""Bytes, at sides of hundreds of cells: a row of positions that is one longer than its side (F + 1). A tape keeps such
-a size as it was recorded."""
+"""Sizes up to this many bytes need no explanation: at sides of hundreds of cells, a row of positions that is one longer
+than its side (F + 1). A tape keeps such a size as recorded."""
 NEGLIGIBLE_FILLING = 2**21
-"""The same where a model fills up a length to a multiple: rows behind it, and tables that have these twice, are at most
+"""The same for models that pad a length to a multiple: the padding rows, and tables that have these twice, are at most
 twice as long as a text of two thousand tokens."""
 JOINED = {"S": LengthSum(constant=0, products=("FHW", "T"))}
-"""Clip and text together, as most classes join them."""
+"""The sum of clip and text tokens, which most classes join."""
 
 
 def with_sums(profile: ModelProfile) -> ModelProfile:
-    """The profile with the sums at which all sizes of a step hold at two shapes, and with its short sides where tables
-    of positions need them. Raises a VplanError for a size that nothing explains, an AssertionError where blocks that
-    are taken to be alike differ."""
+    """The profile with the sums that explain all sizes of a step at two shapes, and with short sides if tables of
+    positions need them. Raises a VplanError for a size that no sum explains, an AssertionError if blocks differ that
+    are taken to be identical."""
     call = ForwardCall.read(profile.inputs)
     failure: Exception | None = None
     for short in (False, True):
@@ -56,7 +56,7 @@ def with_sums(profile: ModelProfile) -> ModelProfile:
         try:
             try:
                 return _with_sums(tried)
-            except ShapeDependence:  # a mask over all tokens is copied unless they are a multiple of 8
+            except ShapeDependence:  # a mask over all tokens is copied unless their number is a multiple of 8
                 return _with_sums(_with(profile, call.replace(short_sides=short, sums=JOINED)))
         except REFUSALS as error:
             lacks_shape = failure is not None and isinstance(error, tapes.NoPrimeShape)
@@ -80,7 +80,7 @@ def _with_sums(profile: ModelProfile) -> ModelProfile:
     job, strategy = variant.records(profile)
     config = tapes.shallow_config(profile)
 
-    @functools.cache  # sums say at which shape to record, and nothing of what happens there
+    @functools.cache  # sums affect at which shape to record, but not the recording
     def recorded(*grid: tuple[str, int]) -> RawRecording:
         return record_step(profile, job, strategy, dict(grid), config)
 
@@ -110,8 +110,8 @@ def _with_sums(profile: ModelProfile) -> ModelProfile:
 
 
 def _others(profile: ModelProfile, variant: StepVariant) -> Iterator[StepVariant]:
-    """Full training and checkpointing: blocks that are alike in one may differ in another, where gradients of what all
-    blocks are given add up."""
+    """The other combinations of LoRA or full training with and without checkpointing: blocks that are identical in one
+    may differ in another, where the gradients of tensors that all blocks are given add up."""
     modes = ("none", "full") if profile.traits.checkpoints else ("none",)
     for method, mode in itertools.product(("lora", "full"), modes):
         precision = Precision("half", "half" if method == "lora" else "", autocast=False)
@@ -121,15 +121,15 @@ def _others(profile: ModelProfile, variant: StepVariant) -> Iterator[StepVariant
 
 
 class NoRun(VplanError):
-    """A step that was found out raises at every shape, with as many blocks as it was given."""
+    """The step raises at every shape, with this number of blocks."""
 
 
 class ShapeDependence(VplanError):
-    """What a model does, not only how large it is, differs between two shapes."""
+    """The operators of a step, not only their sizes, differ between two shapes."""
 
 
 class Mismatch(NamedTuple):
-    """A size that the first recording's product does not explain in the second."""
+    """A size whose product in the first recording does not give its value in the second."""
 
     op: str
     first: int
@@ -137,7 +137,7 @@ class Mismatch(NamedTuple):
 
 
 def second_grid(grid: Mapping[str, int], regime: Mapping[str, int]) -> dict[str, int]:
-    """A shape of other primes than a recording's, in its regime; short sides where that has some."""
+    """A shape of other primes than the recording's, with the same fixed atoms, and short sides if it has short ones."""
     other = SECOND_SHORT if grid["H"] < 128 else SECOND
     return {**other, **regime, **{atom: 1 for atom in "FHW" if grid[atom] == 1}}
 
@@ -150,8 +150,8 @@ def mismatches(
     sums: Sums,
     rounded: RoundedUp,
 ) -> list[Mismatch]:
-    """The sizes of a recording at ``grid`` that are something else at ``other`` than their product says. Raises a
-    VplanError where what happens depends on the shape."""
+    """The sizes of the recording at ``grid`` whose product does not give their value at ``other``. Raises a
+    ShapeDependence if the operators depend on the shape."""
     left, right = first.allocations, second.allocations
     if [entry.op for entry in left] != [entry.op for entry in right]:
         position = next(
@@ -161,7 +161,7 @@ def mismatches(
         op = left[position].op if position < len(left) else right[position].op
         fault = f"which operators run depends on the shape of a clip (first at allocation {position}, {op})"
         raise ShapeDependence(fault, "it cannot be recorded for all shapes; a family of its own can")
-    # A batch of two would take the factor two of a length that is twice a prime.
+    # With a batch of two as an atom, it would get the factor two of a length that is twice a prime.
     atoms = {atom: size if size > FEW else 1 for atom, size in grid.items()} | derived(grid, rounded, sums)
     values = {**other, **derived(other, rounded, sums)}
     factoriser = Factoriser(atoms)
@@ -182,10 +182,10 @@ def _agrees(factoriser: Factoriser, one: RawAllocation, two: RawAllocation, valu
 
 
 def new_sum(found: Iterable[Mismatch], grid: Mapping[str, int], other: Mapping[str, int], known: Sums) -> Sums:
-    """The known sums and one more, which explains a mismatch; the same sums when none does.
+    """The known sums and one more that explains a mismatch; the same sums if there is none.
 
-    Of ``c`` times ``constant + sum of products`` at both shapes, ``c`` is the quotient of the differences, and the
-    constant what is left.
+    A size is ``c * (constant + sum of products)`` at both shapes, so ``c`` is the quotient of the differences between
+    the shapes, and the constant is the remainder.
     """
     atoms = [atom for atom in "BFHWTE" if min(grid[atom], other[atom]) > FEW]
     rests = {_rests(entry.first, grid, entry.second, other, atoms) for entry in found}
@@ -209,8 +209,8 @@ def new_sum(found: Iterable[Mismatch], grid: Mapping[str, int], other: Mapping[s
 def _rests(
     first: int, grid: Mapping[str, int], second: int, other: Mapping[str, int], atoms: Sequence[str]
 ) -> tuple[int, int]:
-    """Two numbers without the sizes that both have as a factor, as often as both: a sum may be a multiple of a size at
-    one of two shapes."""
+    """Two numbers without the atoms that are factors of both, removed equally often from both: at one of the shapes a
+    sum may by chance be a multiple of an atom."""
     for atom in atoms:
         while first and second and first % grid[atom] == 0 and second % other[atom] == 0:
             first, second = first // grid[atom], second // other[atom]
@@ -218,7 +218,7 @@ def _rests(
 
 
 def _combinations(grid: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
-    """Up to four products to sum, as of a clip, two texts and an image. Sizes that are 1 stand for nothing."""
+    """Combinations of up to four products to sum, as for a clip, two texts and an image; without atoms that are 1."""
     products = [product for product in PRODUCTS if all(grid[atom] > 1 for atom in product)]
     for count in (1, 2, 3, 4):
         yield from itertools.combinations_with_replacement(products, count)

@@ -1,7 +1,7 @@
-"""What diffusers' pipelines say of a model's class: read from their source as syntax trees, never imported or run.
+"""Facts about a model class from diffusers' pipelines, read from their source as syntax trees, never imported or run.
 
-A pipeline's `__init__` names the classes of its parts and by how much its VAE shrinks a clip; its `__call__` has the
-usual size, length and number of text tokens, and shows which arguments the model is given, and when.
+A pipeline's `__init__` has the classes of its parts and the factors by which its VAE shrinks a clip. Its `__call__` has
+the default size, length and number of text tokens, and shows which arguments the model is called with, and when.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from typing import Any, NamedTuple
 from planner.catalog.diffusers_folder import DENOISERS
 
 PARTS = (*DENOISERS, "prior", "decoder")
-"""What pipelines call the part that is trained."""
+"""Prefixes of the component that is trained, in pipelines."""
 
 
 class PipelineFacts(NamedTuple):
-    """What one pipeline's source says, as far as it can be read without running it."""
+    """The facts in one pipeline's source, as far as it can be read without running it."""
 
     name: str
     part: str
-    """what it calls the model"""
+    """the name of the model's component"""
     parts: Mapping[str, str]
-    """its other parts -> the classes named in their annotations"""
+    """other components -> the classes in their annotations"""
     constants: Mapping[str, int]
-    """attributes that `__init__` sets, at the value for a part that is not there: `vae_scale_factor` and the like"""
+    """attributes such as `vae_scale_factor` that `__init__` sets, with the fallback for a missing component"""
     defaults: Mapping[str, Any]
-    """arguments of `__call__` that have a plain default"""
+    """arguments of `__call__` that have a constant default"""
     passed: Mapping[str, str]
-    """arguments that the model is called with -> the config key that must be set for it; "" where nothing decides"""
+    """arguments that the model is called with -> the config key that must be set for it; "" if none is needed"""
     folds: bool
-    """whether the model has four times the VAE's channels: 2x2 latents in a token"""
+    """whether the model has four times the VAE's channels: a token holds 2x2 latents"""
 
     @property
     def predicts_velocity(self) -> bool:
-        """Whether its scheduler is one of flow matching."""
+        """Whether its scheduler is for flow matching."""
         return "Flow" in self.parts.get("scheduler", "")
 
 
@@ -53,10 +53,11 @@ def _sources() -> tuple[tuple[Path, str], ...]:
 
 
 def pipelines_of(class_name: str) -> list[PipelineFacts]:
-    """The pipelines that a model of a class is a part of, the plainest first.
+    """The pipelines with a component of a class, the most basic first.
 
-    That is one that has a VAE, and a length where the class's name is that of a video's; of the folder that has most of
-    them the one that is called as the folder, else the one of the shortest name.
+    Preferred are pipelines for plain generation, not deprecated, with a VAE, and with a number of frames if the class
+    name is that of a video model; then those in the folder with most plain ones; then the one named like its folder;
+    then the one with the shortest name.
     """
     found: list[tuple[Path, PipelineFacts]] = []
     for path, text in _sources():
@@ -76,7 +77,7 @@ def pipelines_of(class_name: str) -> list[PipelineFacts]:
 
 
 def is_video_class(class_name: str) -> bool:
-    """Whether the name of a class says that it takes several frames."""
+    """Whether the name of a class suggests that it takes several frames."""
     return bool(re.search(r"3D|Video|Motion|SpatioTemporal", class_name))
 
 
@@ -84,7 +85,7 @@ SPECIAL = ("Inpaint", "Img2Img", "Control", "Edit", "Fill", "Upscale", "Upsample
 
 
 def _special(name: str) -> bool:
-    """Whether a pipeline does something else with a model than it is trained for."""
+    """Whether a pipeline is for something else than plain generation."""
     return any(word in name for word in SPECIAL)
 
 
@@ -135,7 +136,7 @@ def _defaults(call: ast.FunctionDef) -> Iterator[tuple[str, Any]]:
 
 
 def _passed(call: ast.FunctionDef, part: str) -> dict[str, str]:
-    """The model's keyword arguments in the first call of it, with the config key each depends on."""
+    """The keyword arguments of the first call of the model, with the config key that each depends on."""
     for node in ast.walk(call):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in (f"self.{part}", part):
             pairs = ((item.arg, item.value) for item in node.keywords if item.arg)
@@ -150,7 +151,7 @@ def _is_none(value: ast.expr) -> bool:
 
 
 def _key_of(call: ast.FunctionDef, value: ast.expr, part: str) -> str:
-    """The config key that decides whether a variable is set, from the assignments of it; "" for none."""
+    """The config key that decides whether a variable is set, from its assignments; "" if there is none."""
     if not isinstance(value, ast.Name):
         return _config_key(value.test, part) if isinstance(value, ast.IfExp) else ""
     tests: list[ast.expr] = []

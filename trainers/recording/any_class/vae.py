@@ -1,4 +1,4 @@
-"""By how much a model's latents are smaller than its clips, and what makes them: from the folder, else the pipeline."""
+"""Finds a model's VAE and how much it shrinks a clip: from the folder, else from the pipeline's source."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from trainers.recording.any_class.pipeline_source import PipelineFacts
 
 SPATIAL = ("vae_scale_factor_spatial", "vae_scale_factor", "vae_spatial_scale_factor", "vae_spatial_compression_ratio")
 TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_scale_factor", "vae_temporal_compression_ratio")
-"""What pipelines call the factors."""
+"""Names of the factors in pipelines."""
 ENCODERS = ("vae", "vqvae", "movq", "vqgan")
-"""What they call the part that makes latents."""
+"""Names of the part that makes latents, in pipelines."""
 
 
 class LatentSpace(NamedTuple):
-    """How much a VAE shrinks, the VAE's part of a profile, and what of this nobody said."""
+    """How much a VAE shrinks a clip, the VAE's part of a profile, and notes on where both come from."""
 
     spatial: int
     temporal: int
     vae: dict[str, Any]
     assumed: tuple[str, ...]
     channels: int | None = None
-    """of its latents; None where the VAE is not known"""
+    """of its latents; None if the VAE is not known"""
 
 
 class Latents(NamedTuple):
-    """What is known of a model's latents without their VAE."""
+    """What is known of a model's latents without knowing the VAE."""
 
     channels: int
     is_video: bool
     is_sequence: bool
-    """one after the other, as sound is, or packed into tokens"""
+    """in one dimension: sound, or latents packed into tokens"""
 
 
 def latent_space(
     source: Source, pipeline: PipelineFacts | None, inputs: OwnInputs, latents: Latents, said: OwnInputs
 ) -> LatentSpace:
-    """The latent space of a model. ``said``: what the user said, which alone goes before the folder's VAE. Raises a
-    VplanError where nothing says how much the VAE shrinks a clip."""
+    """The latent space of a model. ``said``: the user's own input, the only one that overrides the folder's VAE; it is
+    part of ``inputs``. Raises a VplanError if nothing tells how much the VAE shrinks a clip."""
     if source.vae is not None:
         return _of_folder(source.vae, said)
     class_name = (pipeline.parts.get("vae", "") if pipeline else "").split(" | ")[0]
@@ -70,7 +70,7 @@ def latent_space(
 def _factors(
     pipeline: PipelineFacts | None, inputs: OwnInputs, latents: Latents, class_name: str
 ) -> tuple[int | None, int, str]:
-    """(pixels per latent, frames per latent frame, who says so)."""
+    """(pixels per latent, frames per latent frame, where they come from); None for unknown pixels."""
     if inputs.vae:
         return inputs.vae.spatial, inputs.vae.temporal, "as you said"
     constants = pipeline.constants if pipeline else {}
@@ -98,7 +98,7 @@ def _unknown(class_name: str, spatial: int, temporal: int, channels: int) -> dic
 
 
 def _of_folder(config: dict[str, Any], inputs: OwnInputs) -> LatentSpace:
-    """The folder's VAE, built on the meta device and tried on a clip."""
+    """The latent space of the folder's VAE, built on the meta device and tried on a clip."""
     import diffusers
     from diffusers import ModelMixin
 

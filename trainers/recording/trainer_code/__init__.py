@@ -1,8 +1,8 @@
-"""Other trainers' own models and training steps, as they are recorded: one file a trainer, over a checkout of its code.
+"""Records other trainers' own models and training steps from a checkout of their code; one file per trainer.
 
-A trainer whose model is its own, and not diffusers', makes other tensors in another order, so that the allocator is
-left with other holes. Its step is recorded from that code (`VPLAN_CHECKOUT=FOLDER vplan record MODEL --variant
-NAME`), and the tape alone is shipped, with the repository and the commit that it was recorded from.
+A trainer whose model is not diffusers' makes other tensors in another order, which fragments the allocator differently.
+Its step is recorded from that code (`VPLAN_CHECKOUT=FOLDER vplan record MODEL --variant NAME`). Only the tape is
+shipped, with the repository and commit that it was recorded from.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from trainers.families.common.base import Grid
 
 
 def named(module: str, name: str) -> Any:
-    """A class or function of a trainer's packages, which are imported when it is asked for."""
+    """A class or function of a trainer's package, which is imported only when this is called."""
     return getattr(importlib.import_module(module), name)
 
 
 class TrainerCode(Protocol):
-    """What a file here offers, over the trainer's packages."""
+    """The interface of the modules in this folder."""
 
     REPOSITORY: str
-    """where the code is published, "owner/name" on GitHub"""
+    """the trainer's repository, "owner/name" on GitHub"""
 
     COMMIT: str
-    """that its tapes are recorded from"""
+    """the commit that its tapes are recorded from"""
 
     PACKAGES: str
-    """the folder in the repository that they lie in; empty for itself"""
+    """the folder in the repository that has the packages; empty for its root"""
 
     def import_packages(self) -> None:
-        """Imports the trainer's packages; an ImportError where one, or one that it needs, is missing."""
+        """Imports the trainer's packages. Raises an ImportError if one of them or their dependencies is missing."""
 
     def build_model(
         self,
@@ -52,22 +52,24 @@ class TrainerCode(Protocol):
         config: dict[str, Any] | None = None,
         version: str = "",
     ) -> nn.Module:
-        """The trainer's model with its adapter and dtypes, parameters on ``meta``, as `trainers.step.step` makes
-        diffusers'; ``version``: as `planner.layout.trainer_terms` names one."""
+        """The trainer's model with its adapter and dtypes, parameters on ``meta``, as `trainers.step.step` builds
+        diffusers'. ``version``: a name from `planner.layout.trainer_terms`."""
 
     def batch(self, profile: ModelProfile, grid: Grid, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What a step finds on the card: latents, what the encoders made, and what else the trainer keeps there."""
+        """The tensors on the card when a step begins: latents, encoder outputs, and whatever else the trainer keeps
+        there."""
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], strategy: Strategy) -> Tensor:
-        """The loss of a batch by the trainer's own functions, under its own autocast."""
+        """The loss of a batch, computed by the trainer's functions under its autocast."""
 
     def published_name(self, name: str) -> str:
-        """The name that diffusers gives to a weight, by the trainer's own."""
+        """The diffusers name of a weight, from the trainer's name."""
 
 
 def check_out(trainer: str) -> TrainerCode:
-    """A trainer's file here, over the packages in the folder that `CHECKOUT` names, or in one of several. A VplanError
-    where it names none, where none is at the commit that the tapes are recorded from, or where a package is missing."""
+    """The module of a trainer, with its packages imported from the checkout that the environment variable `CHECKOUT`
+    names; it may name several folders. Raises a VplanError if it names none, if none is at the commit that tapes are
+    recorded from, or if a package is missing."""
     code: Any = importlib.import_module(f"{__name__}.{trainer.replace('-', '_')}")
     fix = f"git clone https://github.com/{code.REPOSITORY}, check out {code.COMMIT}, and set {CHECKOUT} to its folder"
     folders = [Path(folder) for folder in os.environ.get(CHECKOUT, "").split(os.pathsep) if folder]
@@ -89,6 +91,6 @@ def check_out(trainer: str) -> TrainerCode:
 
 
 def _head(folder: Path) -> str:
-    """The commit that a folder is at; empty where it is no repository."""
+    """The commit that a folder is at; empty if it is not a repository."""
     command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -1,4 +1,4 @@
-"""DiffSynth-Studio's Wan: its model, and its loss as `examples/wanvideo/model_training/train.py` calls it."""
+"""DiffSynth-Studio's Wan: its model, and its loss as called by `examples/wanvideo/model_training/train.py`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ COMMIT = "fed7b18f"
 PACKAGES = ""
 
 LAYERS = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"}
-"""Adapted layers by diffusers' names -> by its own."""
+"""Diffusers' names of adapted layers -> DiffSynth's."""
 
 STEPS = 1000
 """Timesteps of training (diffsynth/diffusion/training_module.py ``set_timesteps(1000, training=True)``)."""
 
 
 def import_packages() -> None:
-    """Imports the trainer's packages; an ImportError where one, or one that it needs, is missing."""
+    """Imports the trainer's packages. Raises an ImportError if one of them, or of their dependencies, is missing."""
     importlib.import_module("diffsynth.pipelines.wan_video")
 
 
 def build_model(
     profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None, version: str = ""
 ) -> nn.Module:
-    """Its WanModel, all of it in one format, with peft's adapters (``add_lora_to_model``); parameters on ``meta``."""
+    """Its WanModel, with one dtype for all weights and peft's adapters (``add_lora_to_model``), on ``meta``."""
     published = config or profile.config
     first_frame, image = bool(profile.inputs.get("first_frame_given")), bool(published.get("image_dim"))
     with init_empty_weights():
@@ -53,7 +53,7 @@ def build_model(
             num_heads=published["num_attention_heads"],
             num_layers=published["num_layers"],
             has_image_input=image,
-            # As diffsynth/configs/model_configs.py has them of Wan 2.2, whose clips come without CLIP's features.
+            # As in diffsynth/configs/model_configs.py for Wan 2.2, which takes no CLIP features.
             seperated_timestep=first_frame,
             require_vae_embedding=not first_frame,
             require_clip_embedding=image,
@@ -67,15 +67,15 @@ def build_model(
 
 
 def batch(profile: ModelProfile, grid: Grid, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Latents, prompt and what an image gives; and the noise that the pipeline makes before it encodes, which stays to
-    the end of the step (``WanVideoUnit_NoiseInitializer``) though the loss draws its own."""
+    """Latents, prompt and image tensors, and the noise that the pipeline makes before encoding. It is kept to the end
+    of the step (``WanVideoUnit_NoiseInitializer``) although the loss draws its own."""
     tensors = family(profile).batch(grid, "cpu", dtype)
     return {**tensors, "noise": torch.randn_like(tensors["latents"])}
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor], strategy: Strategy) -> Tensor:
-    """``FlowMatchSFTLoss`` over ``model_fn_wan_video``. accelerate's autocast is around all of it."""
-    with _disable_current_modes():  # its schedule lies in host memory
+    """``FlowMatchSFTLoss`` over ``model_fn_wan_video``, all of it under accelerate's autocast."""
+    with _disable_current_modes():  # its schedule is in host memory
         pipeline = named("diffsynth.pipelines.wan_video", "WanVideoPipeline")
         pipe = pipeline(device="cpu", torch_dtype=batch["latents"].dtype)
         pipe.scheduler.set_timesteps(STEPS, training=True)

@@ -1,4 +1,4 @@
-"""Adapters as kohya-ss's trainers have them, where a recording looks for them."""
+"""Adapters of kohya-ss's trainers, in the form that recordings expect."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 ADAPTERS = {"lora_down.weight": "lora_A.default.weight", "lora_up.weight": "lora_B.default.weight"}
-"""The ends of an adapter's names -> peft's."""
+"""Endings of kohya's adapter names -> peft's."""
 
 
 def apply_beside(loras: list[Any], dtype: torch.dtype) -> None:
-    """Applies each ``LoRAModule`` to its layer, and registers its weights below that: kohya's network keeps them by
-    itself, and a recording asks which block a weight belongs to."""
+    """Applies each ``LoRAModule`` to its layer, and registers its weights as children of the layer. kohya's network
+    holds them outside the model, but a recording needs to know which block a weight belongs to."""
     for lora in loras:
         layer = lora.org_module
         for part in ("lora_down", "lora_up"):
@@ -21,7 +21,7 @@ def apply_beside(loras: list[Any], dtype: torch.dtype) -> None:
 
 
 def published_name(name: str, adapted: bool) -> str:
-    """The name that peft gives to a weight of a layer, and to its adapter's."""
+    """peft's name of a weight, of a layer or an adapter. ``adapted``: whether the layer has an adapter."""
     for end, published in ADAPTERS.items():
         name = name.replace(end, published)
     if not adapted or "lora_" in name:

@@ -42,22 +42,23 @@ RENAMED = (
     ("q_norm", "norm_q"),
     ("k_norm", "norm_k"),
 )
-"""As diffusers' scripts/convert_ltx2_to_diffusers.py renames weights of 2.0 and 2.3."""
+"""(ltx-core's name, diffusers' name) of parts of weights, as in diffusers' scripts/convert_ltx2_to_diffusers.py for 2.0
+and 2.3."""
 
 MEL_BINS = 16
-"""Of an audio latent, whose 8 channels have as many each (training_strategies/base_strategy.py)."""
+"""Mel bins in each of the 8 channels of an audio latent (training_strategies/base_strategy.py)."""
 
 
 def import_packages() -> None:
-    """Imports the trainer's packages; an ImportError where one, or one that it needs, is missing."""
+    """Imports the trainer's packages. Raises an ImportError if one of them, or of their dependencies, is missing."""
     importlib.import_module("ltx_core.model.transformer.model")
-    # What goes through a block lies in an object of its own, in which the recorder finds tensors once it is known.
+    # Blocks pass their tensors in an object; registering it with pytree lets the recorder find them.
     register_dataclass(named("ltx_core.model.transformer.transformer_args", "TransformerArgs"))
     _strategies()
 
 
 def _strategies() -> Any:
-    """ltx-trainer's own package, which lies beside ltx-core's."""
+    """ltx-trainer's module of strategies, from the package next to ltx-core's."""
     core = Path(importlib.import_module("ltx_core").__path__[0])
     packages = str((core.parent / TRAINER).resolve())
     if packages not in sys.path:
@@ -66,7 +67,7 @@ def _strategies() -> Any:
 
 
 def published_name(name: str) -> str:
-    """The name that diffusers and peft give to a weight."""
+    """The name of a weight in diffusers and peft."""
     for own, renamed in RENAMED:
         if own in name:
             return name.replace(own, renamed)
@@ -76,8 +77,8 @@ def published_name(name: str) -> str:
 def build_model(
     profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None, version: str = ""
 ) -> nn.Module:
-    """Its LTXModel in the format of the weights, with peft's adapters; parameters on ``meta``. ``version``: of a step
-    without sound, whose model is the same."""
+    """Its LTXModel in the dtype of the weights, with peft's adapters; parameters on ``meta``. ``version``:
+    `VIDEO_ALONE` for a step without sound, with the same model."""
     published = config or profile.config
     with init_empty_weights():
         model: nn.Module = named("ltx_core.model.transformer.model", "LTXModel")(
@@ -109,13 +110,13 @@ def build_model(
 
 
 def batch(profile: ModelProfile, grid: Grid, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What its caches hold of a clip (scripts/process_dataset.py), with the prompts as the connectors give them."""
+    """The cached tensors of a clip (scripts/process_dataset.py), with the connectors' output as prompt."""
     return family(profile).batch(grid, "cpu", torch.bfloat16)
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor], strategy: Strategy) -> Tensor:
-    """As ``LtxvTrainer._training_step`` behind the connectors, whose weights are not frozen: their outputs get a
-    gradient. Accelerate's autocast is around the model alone, whose outputs it casts to fp32."""
+    """The part of ``LtxvTrainer._training_step`` after the connectors. The connectors are not frozen, so their outputs
+    need gradients. Accelerate's autocast wraps only the model, whose outputs it casts to fp32."""
     flexible = _strategies()
     own: Any = model  # its own class
     streams = {"video": {"is_generated": True, "latents_dir": "latents"}}
@@ -145,8 +146,8 @@ def loss(model: nn.Module, batch: dict[str, Tensor], strategy: Strategy) -> Tens
 
 
 def _unperturbed(model: Any, samples: int, dtype: torch.dtype) -> Any:
-    """What the model makes of no perturbations, in the format of its tokens. The copy in host memory, which it reads,
-    is an array here."""
+    """The model's default configuration, without perturbations, in the dtype of its tokens. The copy in host memory,
+    whose values it reads, is a numpy array here."""
     kinds = named("ltx_core.guidance.perturbations", "PerturbationType")
     shape = (len(kinds), model.num_blocks, samples)
     batched = named("ltx_core.guidance.perturbations", "BatchedPerturbationConfig")
@@ -154,7 +155,7 @@ def _unperturbed(model: Any, samples: int, dtype: torch.dtype) -> Any:
 
 
 class _Size:
-    """A size of a clip as its dataloader gives it, a tensor that is read: no tensor of a recording has values."""
+    """Stands for a tensor with a clip's size, which the trainer reads: tensors in a recording have no values."""
 
     def __init__(self, size: int) -> None:
         self.size = size

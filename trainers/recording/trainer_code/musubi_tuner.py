@@ -1,4 +1,4 @@
-"""musubi-tuner's Wan: its model, its adapters, and its step as `src/musubi_tuner/wan_train_network.py` runs it."""
+"""musubi-tuner's Wan: its model, its adapters, and its step as run by `src/musubi_tuner/wan_train_network.py`."""
 
 from __future__ import annotations
 
@@ -36,23 +36,24 @@ ARGUMENTS = {
     "preserve_distribution_shape": False,
     "weighting_scheme": "none",
 }
-"""As docs/wan.md trains. Other ways to draw noise levels make other numbers, a few for each sample."""
+"""Arguments as in docs/wan.md. Other ways to draw noise levels differ by only a few numbers per sample."""
 
 FORMATS = {**step.DTYPES, "fp8": torch.float8_e4m3fn}
-"""Of all weights: ``--fp8_base`` casts the whole model, norms and embeddings too (training/trainer_base.py)."""
+"""The dtype of all weights: ``--fp8_base`` casts the whole model, including norms and embeddings
+(training/trainer_base.py)."""
 
 ADAPTED = re.compile(r"\.(attn[12]\.(to_[qkv]|to_out\.0|add_[kv]_proj)|ffn\.net\.(0\.proj|2))\.(weight|bias)$")
-"""The layers that its adapters are on: all of a block (networks/lora_wan.py), by diffusers' names."""
+"""The layers that have adapters: all linear layers of a block (networks/lora_wan.py), under diffusers' names."""
 
 
 def import_packages() -> None:
-    """Imports the trainer's packages; an ImportError where one, or one that it needs, is missing."""
-    with patch.object(torch.cuda, "current_device", lambda: 0):  # T5EncoderModel's default for an argument
+    """Imports the trainer's packages. Raises an ImportError if one of them, or of their dependencies, is missing."""
+    with patch.object(torch.cuda, "current_device", lambda: 0):  # called for a default argument of T5EncoderModel
         importlib.import_module("musubi_tuner.wan_train_network")
 
 
 def published_name(name: str) -> str:
-    """The name that diffusers and peft give to a weight."""
+    """The name of a weight in diffusers and peft."""
     name = wan_names.published_name(name)
     return kohya_lora.published_name(name, ADAPTED.search(name) is not None)
 
@@ -64,8 +65,8 @@ def build_model(
     config: dict[str, Any] | None = None,
     version: str = "",
 ) -> nn.Module:
-    """Its WanModel in the format of the weights, with a ``LoRAModule`` on every linear layer of the blocks; parameters
-    on ``meta``. ``version``: with ``--force_v2_1_time_embedding``."""
+    """Its WanModel in the dtype of the weights, with a ``LoRAModule`` on every linear layer of the blocks; parameters
+    on ``meta``. ``version``: if not empty, with ``--force_v2_1_time_embedding``."""
     published = config or profile.config
     settings = _settings(profile)
     with init_empty_weights():
@@ -93,11 +94,11 @@ def build_model(
     if strategy.gradient_checkpointing == "full":
         model.enable_gradient_checkpointing()  # type: ignore[operator]  # its own method
         return model.train()
-    return model.eval()  # as its trainer has it then
+    return model.eval()  # as the trainer leaves it without checkpointing
 
 
 def _settings(profile: ModelProfile) -> Any:
-    """Its configuration of the task that trains a model: the first of its version, width and channels."""
+    """Its configuration of the task for a model: the first one with the model's version, width and channels."""
     per_token = profile.trained_with("musubi-tuner", "time-per-token")
     shape = profile.config["num_attention_heads"], profile.config["in_channels"], per_token
     tasks = named("musubi_tuner.wan.configs", "WAN_CONFIGS").values()
@@ -105,8 +106,8 @@ def _settings(profile: ModelProfile) -> Any:
 
 
 class _SizesOnHost:
-    """``torch`` as the model's file sees it while it is recorded: lengths and sizes, which it keeps in tensors in host
-    memory and reads, are arrays here, as no tensor of a recording has values."""
+    """Replaces ``torch`` in the model's module while it is recorded. The module keeps lengths and sizes in host tensors
+    and reads them; they are numpy arrays here, because tensors in a recording have no values."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -119,18 +120,18 @@ class _SizesOnHost:
 
 
 def batch(profile: ModelProfile, grid: Grid, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What its caches hold of a clip, in bf16 (wan_cache_latents.py), and the table of positions, which the model makes
-    for a shape in its first step and keeps (``freqs_fhw``)."""
+    """The tensors that its caches hold of a clip, in bf16 (wan_cache_latents.py), and the table of positions, which the
+    model computes in its first step at a shape and keeps (``freqs_fhw``)."""
     tensors = family(profile).batch(grid, "cpu", torch.bfloat16)
     tokens, half_head = grid["F"] * grid["H"] * grid["W"], profile.config["attention_head_dim"] // 2
     return {**tensors, "positions": torch.empty(tokens, 1, half_head, dtype=torch.complex128)}
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor], strategy: Strategy) -> Tensor:
-    """The loss of ``NetworkTrainer.process_batch``, over noise that the loop draws before it."""
-    with _disable_current_modes():  # what it sets up lies in host memory
+    """The loss of ``NetworkTrainer.process_batch``, with the noise that the training loop draws before."""
+    with _disable_current_modes():  # what it sets up is in host memory
         trainer = named("musubi_tuner.wan_train_network", "WanNetworkTrainer")()
-    own: Any = model  # its own class, with its trainer's settings
+    own: Any = model  # typed as Any for the attributes of the trainer's class
     trainer.config, trainer._i2v_training, trainer._control_training = own.settings, own.settings.i2v, False
     trainer.high_low_training = False
     frames, height, width = batch["latents"].shape[2:]

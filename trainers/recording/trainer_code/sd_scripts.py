@@ -1,4 +1,4 @@
-"""sd-scripts' SD 1.5 and 2.1: its U-Net (library/original_unet.py), adapters, and the step of ``train_network.py``."""
+"""sd-scripts' SD 1.5 and 2.1: its U-Net (library/original_unet.py), its adapters, and its ``train_network.py`` step."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ COMMIT = "48d368fa"
 PACKAGES = ""
 
 ADAPTED = re.compile(r"\.attentions\.\d+\..*(to_[qkv]|to_out\.0|ff\.net\.(0\.proj|2)|proj_in|proj_out)\.(weight|bias)$")
-"""The layers that its adapters are on: every linear one and 1x1 convolution of a Transformer2DModel (networks/lora.py
+"""The layers that have adapters: all linear layers and 1x1 convolutions of a Transformer2DModel (networks/lora.py
 ``UNET_TARGET_REPLACE_MODULE``)."""
 
 
 def import_packages() -> None:
-    """Imports the trainer's packages; an ImportError where one, or one that it needs, is missing."""
+    """Imports the trainer's packages. Raises an ImportError if one of them, or of their dependencies, is missing."""
     importlib.import_module("library.original_unet")
     importlib.import_module("networks.lora")
 
 
 def published_name(name: str) -> str:
-    """The name that diffusers and peft give to a weight; its own are diffusers'."""
+    """The name of a weight in diffusers and peft. The model's own names are diffusers' already."""
     return kohya_lora.published_name(name, ADAPTED.search(name) is not None)
 
 
 def build_model(
     profile: ModelProfile, job: Job, strategy: Strategy, config: dict[str, Any] | None = None, version: str = ""
 ) -> nn.Module:
-    """Its U-Net in the format of the weights, with attention by ``--sdpa`` and a ``LoRAModule`` on every layer of the
+    """Its U-Net in the dtype of the weights, with ``--sdpa`` attention and a ``LoRAModule`` on every layer of the
     transformers; parameters on ``meta``."""
     published = config or profile.config
     with init_empty_weights():
@@ -56,18 +56,19 @@ def build_model(
     if strategy.gradient_checkpointing == "full":
         model.enable_gradient_checkpointing()  # type: ignore[operator]  # its own method
         return model.train()
-    return model.eval()  # as train_network.py has it then
+    return model.eval()  # as train_network.py leaves it without checkpointing
 
 
 def batch(profile: ModelProfile, grid: Grid, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Latents as its cache holds them, and the prompt as its text encoder gives it under autocast: both in fp32."""
+    """Cached latents, and the prompt as its text encoder returns it under autocast: both in fp32."""
     return family(profile).batch(grid, "cpu", torch.float32)
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor], strategy: Strategy) -> Tensor:
-    """As ``process_batch``, ``get_noise_pred_and_target`` and ``call_unet`` of ``train_network.py`` compute it, and
-    ``add_noise`` of diffusers' DDPMScheduler. They are written out here, as that file imports what today's transformers
-    has no more. The velocity that SD 2.1 predicts, one more tensor as small as the latents, is left out."""
+    """The loss as computed by ``process_batch``, ``get_noise_pred_and_target`` and ``call_unet`` of
+    ``train_network.py``, and by ``add_noise`` of diffusers' DDPMScheduler. It is written out here because that file
+    imports what current transformers no longer has. SD 2.1's velocity target, one more tensor as small as the latents,
+    is left out."""
     latents = batch["latents"] * SCALE
     noise = torch.randn_like(latents)
     share = torch.rand(len(latents), 1, 1, 1)

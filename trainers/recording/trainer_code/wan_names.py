@@ -1,4 +1,4 @@
-"""The weights of Wan as its own repository names them, and trainers that train its own model."""
+"""The names of Wan's weights in its own repository, which trainers use that train its original model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ NAMES = (
     (r"^head\.modulation$", "scale_shift_table"),
     (r"^head\.head\b", "proj_out"),
 )
-"""The names of its own code -> diffusers', in this order (DiffSynth-Studio
-diffsynth/utils/state_dict_converters/wan_video_dit.py, the other way)."""
+"""(pattern of an original name, replacement), applied in this order to get diffusers' names (the reverse of
+DiffSynth-Studio's diffsynth/utils/state_dict_converters/wan_video_dit.py)."""
 
 
 def published_name(name: str) -> str:
-    """The name that diffusers gives to a weight."""
+    """The diffusers name of a weight."""
     for pattern, published in NAMES:
         name = re.sub(pattern, published, name)
     return name

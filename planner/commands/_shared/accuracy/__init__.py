@@ -1,1 +1,2 @@
-"""What `vplan accuracy` compares apart from peaks (step times, threads, an allocator's history), and how it prints."""
+"""The comparisons of `vplan accuracy` other than memory peaks (step times, threads, an allocator's history), and its
+output."""

@@ -1,4 +1,4 @@
-"""`vplan accuracy --history`: where the tape and what a GPU's allocator recorded first differ."""
+"""`vplan accuracy --history`: the first difference between a tape and a recorded history of a GPU's allocator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WORDS = {
 
 def differences(path: str, least: int, as_json: bool) -> int:
     """Compares a recorded allocator history with its plan's tape and prints the answer; returns the exit code.
-    ``least``: bytes below which events are left out."""
+    ``least``: events of fewer bytes are ignored."""
     history = read_history(path)
     found = list(compare(history, least))
     recorded = probed_run(history.plan).facts.step.versions.get("torch", "unknown")

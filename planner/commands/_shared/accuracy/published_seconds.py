@@ -1,4 +1,4 @@
-"""`vplan accuracy --seconds`: estimated step times beside published ones."""
+"""`vplan accuracy --seconds`: estimated and published step times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HALVES = {FITTED: "half that launches were fitted in", JUDGING: "other half"}
 
 
 def compare_seconds(text: str | None, predict: Predict, as_json: bool) -> None:
-    """Shows the bundled step times, those with ``text`` in their id or model, beside the estimates."""
+    """Prints the bundled step times whose id or model contains ``text``, with their estimates."""
     cells = compare((cell for cell in published_step_times() if text is None or cell.is_of(text)), predict)
     found = answer(cells)
 
@@ -65,7 +65,7 @@ def _spread(part: dict[str, Any]) -> list[str]:
 
 
 def _explain(console: Console, cells: Sequence[TimedCell]) -> None:
-    """What is known of the cells that are far off, and why others are left out."""
+    """Explains the cells with large errors, and why others are left out."""
     if off := far_off(cells):
         console.print("")
         console.print("off by more than 25 %", style="bold", markup=False)

@@ -1,4 +1,4 @@
-"""`vplan accuracy` in the terminal: rows, what they amount to, and apart from them halves and rehearsals."""
+"""`vplan accuracy` in the terminal: the rows and their summary, and separately the halves and rehearsals."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 REHEARSED_TITLE = "rehearsed: our own trainer on virtual GPUs, whose context and NCCL are estimated"
-"""Rows of `--runner rehearse`, which no other number here counts."""
+"""Title of the rows of `--runner rehearse`, which no other number here includes."""
 
 SHORT: dict[str, str] = {AFTER_STEP: "after step", WITH_VALIDATION: "with validation"}
-"""Counters that are shown by other words."""
+"""Shorter names of counters for tables."""
 
 _MISSES = {None: "met", "under": "missed", "false_refusal": "refused"}
 
@@ -33,8 +33,8 @@ def print_accuracy(
     learned: bool,
     each_rehearsed: bool,
 ) -> None:
-    """Prints the answer that `--json` has. ``compared``: what was measured; ``rehearsed``: what ran on virtual cards,
-    each in a line where ``each_rehearsed``. ``learned``: whether estimates learned from any."""
+    """Prints the answer that `--json` has. ``compared``: measurements; ``rehearsed``: rows of virtual cards, each on a
+    line with ``each_rehearsed``. ``learned``: whether estimates learned from any."""
     if compared or not rehearsed:
         print_rows(console, compared)
         print_summary(console, compared, found["summary"])
@@ -47,7 +47,7 @@ def print_accuracy(
 
 
 def print_rows(console: Console, compared: Sequence[Comparison]) -> None:
-    """The rows by implementation, worst first."""
+    """Prints the rows by implementation, worst first."""
     for name in dict.fromkeys(entry.row.implementation for entry in compared):
         entries = [entry for entry in worst_first(compared) if entry.row.implementation == name]
         if entries:
@@ -87,7 +87,7 @@ def _predicted(entry: Comparison) -> str:
 
 
 def print_summary(console: Console, compared: Sequence[Comparison], summary: dict[str, Any]) -> None:
-    """What the rows amount to, and which of them are not supported."""
+    """Prints the summary of the rows, and those that are not supported."""
     _print_unsupported(console, compared)
     heads = ("implementation", "of", ">n", ">median", ">mean", ">max")
     console.print(table(heads, _summary_rows(compared, summary)), "")
@@ -102,7 +102,7 @@ def print_summary(console: Console, compared: Sequence[Comparison], summary: dic
 
 
 def _summary_rows(compared: Sequence[Comparison], summary: dict[str, Any]) -> list[list[str]]:
-    """Per implementation: each counter, then each family of models."""
+    """For each implementation, every counter, then every family of models."""
     rows = []
     for name, found in summary["by_implementation"].items():
         entries = [entry for entry in compared if entry.row.implementation == name]
@@ -118,12 +118,12 @@ def _summary_rows(compared: Sequence[Comparison], summary: dict[str, Any]) -> li
 
 
 def _fewer(some: dict[str, Any], all_of_them: dict[str, Any], counter: str) -> bool:
-    """Whether a counter is in both, with fewer numbers in the first."""
+    """Whether a counter is in both, with fewer values in the first."""
     return counter in some and bool(some[counter]["n"] < all_of_them[counter]["n"])
 
 
 def _print_unsupported(console: Console, compared: Sequence[Comparison]) -> None:
-    """Each reason once, with the rows it holds for."""
+    """Prints each reason once, with the rows to which it applies."""
     reasons: dict[str, list[str]] = {}
     for entry in compared:
         if entry.unsupported is not None and entry.row.id not in reasons.setdefault(entry.unsupported, []):
@@ -137,7 +137,7 @@ def _print_unsupported(console: Console, compared: Sequence[Comparison]) -> None
 
 
 def _print_published_rehearsals(console: Console, found: dict[str, Any]) -> None:
-    """How far prediction and print are from rehearsals of the same published runs."""
+    """Prints how far predictions and published numbers are from rehearsals of the same published runs."""
     if not found["n"]:
         return
     sides = ", ".join(
@@ -151,7 +151,7 @@ def _print_published_rehearsals(console: Console, found: dict[str, Any]) -> None
 
 
 def _print_halves(console: Console, found: dict[str, Any]) -> None:
-    """Our own rows, half by half; without any, that there are none."""
+    """Prints our own rows half by half; without any, says so."""
     if "measured" not in found:
         console.print(NONE, markup=False, soft_wrap=True)
     for taken, parts in found.items():
@@ -173,7 +173,7 @@ def _spread_cells(spread: dict[str, Any]) -> list[str]:
 
 
 def _print_learned(console: Console, found: dict[str, Any]) -> None:
-    """What learning changes, a line a counter."""
+    """Prints what learning changes, one counter per line."""
     console.print("")
     rows = []
     for counter in PEAKS:
@@ -189,7 +189,7 @@ def _print_learned(console: Console, found: dict[str, Any]) -> None:
 
 
 def _print_rehearsed(console: Console, compared: Sequence[Comparison], found: dict[str, Any], *, each: bool) -> None:
-    """The block of rehearsed rows, apart from measured ones."""
+    """Prints the block of rehearsed rows, separate from measured ones."""
     console.print("")
     console.print(REHEARSED_TITLE, style="bold", markup=False)
     if each:

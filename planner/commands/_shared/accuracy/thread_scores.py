@@ -1,4 +1,5 @@
-"""`vplan accuracy --threads`: what `check` says of commands from public threads, beside what was reported."""
+"""`vplan accuracy --threads`: the verdicts of `check` on commands from public threads, and what their authors
+reported."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def compare_threads(text: str | None, as_json: bool) -> None:
-    """Shows the score of the bundled threads, those with ``text`` in their id or trainer."""
+    """Prints the score of the bundled threads whose id or trainer contains ``text``."""
     rows = [each for each in bundled_threads() if text is None or text.lower() in f"{each.trainer} {each.id}".lower()]
     with click.progressbar(rows, label="checking", file=sys.stderr, hidden=not sys.stderr.isatty()) as progress:
         scores = [score(each) for each in progress]
@@ -69,7 +70,7 @@ def _list(console: Console, title: str, scores: Sequence[ThreadScore]) -> None:
 
 
 def _words(each: ThreadScore) -> str:
-    """The outcome and the answer in a few words."""
+    """The outcome and the answer as a short phrase."""
     thread = each.thread
     told = each.predicted_gib
     assert each.checked is not None and told is not None
@@ -79,7 +80,7 @@ def _words(each: ThreadScore) -> str:
 
 
 def _refused(console: Console, scores: Sequence[ThreadScore]) -> None:
-    """Each reason once, with the rows that it holds for."""
+    """Prints each reason once, with the rows to which it applies."""
     reasons: dict[str, list[str]] = {}
     for each in scores:
         if each.refused:

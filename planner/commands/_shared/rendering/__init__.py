@@ -1,1 +1,1 @@
-"""Answers as people read them in the terminal."""
+"""Answers in the terminal."""

@@ -1,7 +1,7 @@
-"""The look of one answer in the terminal: first the answer in a line, then the bar, then the plan, then the rest.
+"""One answer in the terminal: the verdict in a line, the bar, the plan, then the rest.
 
-It holds at 80 columns: tables keep their numbers and wrap their words, and what is to be typed is broken between its
-options. Rich leaves colours out when nobody looks.
+Fits 80 columns: tables keep their numbers and wrap their words, and commands to type are broken between options. Rich
+omits colours when the output is not a terminal.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 VERDICTS = {"fits": ("fits", "bold green"), "tight": ("tight", "bold yellow"), "no": ("does not fit", "bold red")}
 BAR_WIDTH = 48
 NUMBERED = 32
-"""Cells of a bar whose numbers stand beside it, in 80 columns."""
+"""Cells of a bar that has its numbers next to it, within 80 columns."""
 AS = ", as "
-"""Between a class of cards and the card that it is priced as."""
+"""Separator between a class of cards and the card it is priced as."""
 INDENT = " " * 6
-"""Before what continues the line of a plan."""
+"""Indentation of the continuation lines of a plan."""
 
 
 def count_words(machine: Machine) -> str:
-    """The number of cards in words, to stand before the card's name: "2 nodes of 8 x "; empty for one card."""
+    """The number of cards in words, to precede the card's name: "2 nodes of 8 x "; empty for one card."""
     nodes = f"{machine.nodes} nodes of " if machine.nodes > 1 else ""
     return nodes + (f"{machine.gpus} x " if machine.gpus > 1 else "")
 
 
 def print_answer(console: Console, question: Question, found: Estimate) -> None:
-    """Prints the first two lines of an answer: the verdict on what was asked, as it was understood, and the bar."""
+    """Prints the first two lines of an answer: the verdict on the question as it was understood, and the bar."""
     words = in_words(question.model, found.job).removesuffix(", batch 1")
     print_verdict(console, found, f"{_trained(question.model.title, found)}, {words}", question.gpu)
     if taken := [note for note in found.assumptions if _is_reading(note)]:
@@ -65,7 +65,7 @@ def _trained(title: str, found: Estimate) -> str:
 
 
 def print_verdict(console: Console, found: Estimate, what: str, card: GpuProfile) -> None:
-    """Prints the verdict on a job and a card in a line, and the bar. ``what``: the job in words."""
+    """Prints the verdict on a job and a card in one line, and the bar. ``what``: the job in words."""
     from rich.text import Text
 
     word, style = VERDICTS[found.verdict]
@@ -85,7 +85,7 @@ def print_verdict(console: Console, found: Estimate, what: str, card: GpuProfile
 
 
 def print_assumptions(console: Console, question: Question, found: Estimate | None = None) -> None:
-    """Prints the defaults that were filled in (those of `found`, where a search chose some of them)."""
+    """Prints the defaults that were taken (those of `found`, if a search chose some)."""
     assumed = _assumed(question, found)
     notes = [note for note in assumed if not _is_reading(note) and note != headline(assumed)]
     if AS in question.gpu.title:
@@ -99,18 +99,18 @@ def _assumed(question: Question, found: Estimate | None) -> tuple[str, ...]:
 
 
 def _is_reading(note: str) -> bool:
-    """Whether a note says what something typed was taken for: that stands where it is seen first."""
+    """Whether a note says how something typed was interpreted; such notes are printed first."""
     return re.search(r" taken for | read as | is height x width|^as .* trains", note) is not None
 
 
 def print_next(console: Console, found: Estimate, output: str | None) -> None:
-    """The next command to type: keep the plan, and train it; probe it first where it is tight. Only for people: what
-    is piped is the answer alone."""
+    """Prints the next command to type: save the plan and train it; if it is tight, probe it first. Only on a terminal:
+    pipes get only the answer."""
     context = click.get_current_context(silent=True)
     if not console.is_terminal or not found.timed:
         return
     if found.verdict == "no":
-        if context is None or context.info_name != "estimate":  # others say themselves what would fit
+        if context is None or context.info_name != "estimate":  # other commands print what would fit
             return
         said = cli_words.command("suggest", found.job, Strategy(), found.machine)
     elif output is None:
@@ -147,8 +147,8 @@ def print_estimate(console: Console, found: Estimate, whole: WholeJob | None = N
 
 
 def _step(found: Estimate, swap_seconds: float | None = None) -> str:
-    """The seconds of a step in words, to stand before more; empty where nothing is known of them. ``swap_seconds``:
-    what swapped blocks add to it."""
+    """The seconds of a step in words, to precede more text; empty if they are unknown. ``swap_seconds``: time added by
+    block swap."""
     if not found.timed:
         return ""
     step = "denoising step" if found.job.method == "sample" else "step"
@@ -157,13 +157,14 @@ def _step(found: Estimate, swap_seconds: float | None = None) -> str:
 
 
 def _ram(found: Estimate) -> str:
-    """The host RAM that is needed, and what may be used."""
+    """The needed and the available host RAM."""
     usable = f" of {gib(found.machine.host_ram):.1f}" if found.machine.host_ram is not None else ""
     return f"host RAM {format_gib(found.host_ram_bytes)}{usable}"
 
 
 def print_windows(console: Console, found: Estimate) -> None:
-    """Prints what is short on Windows and WSL: what they pin, and what is more than the card has, which is no fit."""
+    """Prints what is short on Windows and WSL: pinned memory, and memory beyond the card's, which Windows would not
+    refuse but page to host RAM."""
     if found.machine.os not in HALVED:
         return
     if found.host is not None and found.host.pinned_bytes > GIB // 10:
@@ -179,8 +180,8 @@ def print_windows(console: Console, found: Estimate) -> None:
 
 
 def bar(console: Console, found: Estimate) -> Text:
-    """A bar of the device memory that is needed, against the budget, with both and the range in numbers. Of a plan that
-    was measured it is what was measured."""
+    """A bar of the needed device memory against the budget, with both and the range in numbers. For a measured plan, it
+    shows the measurement."""
     nbytes = min(max(found.peak.device_bytes, found.low_bytes), found.high_bytes)
     need = f"{gib(nbytes):.2f} of {gib(found.budget_bytes):.2f} GiB"
     words = f"{need} ({gib(found.low_bytes):.1f} to {gib(found.high_bytes):.1f}, {found.basis})"
@@ -188,13 +189,13 @@ def bar(console: Console, found: Estimate) -> Text:
 
 
 def used_bar(console: Console, nbytes: int, whole: int) -> Text:
-    """A bar of the device memory that a run used, against what it had, with both in numbers."""
+    """A bar of the device memory that a run used against the available memory, with both in numbers."""
     words = f"{gib(nbytes):.2f} of {gib(whole):.2f} GiB used"
     return _bar(console, nbytes, whole, "bold green", words, BAR_WIDTH)
 
 
 def share_bar(console: Console, part: int, whole: int, style: str, words: str = "of the budget") -> Text:
-    """A part of a whole, of memory or of a run, as wide as all of it: one cell per 1/48."""
+    """A bar for a part of a whole, of memory or of a run; one cell is 1/48 of the whole."""
     return _bar(console, part, whole, style, f"{part / max(whole, 1):.0%} {words}", BAR_WIDTH)
 
 
@@ -205,7 +206,7 @@ def _bar(console: Console, nbytes: int, whole: int, style: str, words: str, widt
     if nbytes <= whole:
         filled = round(nbytes / max(whole, 1) * width)
         text = Text(full * filled + empty * (width - filled), style)
-    else:  # as wide as what is needed: what there is, and what is beyond it
+    else:  # the bar is as wide as the need: available memory, then the excess
         there = round(whole / nbytes * width)
         text = Text(full * there + beyond * (width - there), style)
     text.append(f" {words}", "default")
@@ -213,7 +214,7 @@ def _bar(console: Console, nbytes: int, whole: int, style: str, words: str, widt
 
 
 def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
-    """Prints how a run of a plan begins: what it trains on which card, the verdict, the bar and the options."""
+    """Prints the start of a plan's run: what it trains on which card, the verdict, the bar and the options."""
 
     count, card = card_lookup.parse_gpus(plan.machine.gpu)
     model = lookup.model(plan.job.model)
@@ -230,8 +231,8 @@ def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
 
 
 def print_suggestion(console: Console, question: Question, found: Suggestion, whole: WholeJob | None = None) -> None:
-    """Prints the chosen plan, why it was chosen, the runners-up, and what to do when nothing fits. What is asked first
-    stands first: the verdict, what to switch on, how long a step takes, and the host RAM."""
+    """Prints the chosen plan, why it was chosen, the runners-up, and what to do when nothing fits. The most important
+    comes first: the verdict, what to switch on, the seconds of a step, and the host RAM."""
     plan = found.plan
     print_answer(console, question, plan)
     if plan.verdict == "no":
@@ -274,7 +275,7 @@ def runners_up(plans: Iterable[Estimate]) -> Table:
 
 
 def print_flags(console: Console, switches: Iterable[Switch]) -> None:
-    """Prints the options that give `vplan estimate` the same plan, broken between options as a shell reads them."""
+    """Prints the options that give `vplan estimate` the same plan, broken between options with shell continuations."""
     lines: list[str] = []
     for flag in (_flag(switch.field, switch.after) for switch in switches):
         if lines and len(INDENT) + len(lines[-1]) + len(flag) + 3 <= console.width:
@@ -313,7 +314,7 @@ def _print_relaxed(console: Console, found: Suggestion) -> None:
 
 
 def _beyond(found: Suggestion) -> Iterator[str]:
-    """How far a job reaches that no single change makes fit: in a smaller shape, and on a larger card."""
+    """What a job that no single change makes fit could be: a smaller shape, or a larger card."""
     if (least := found.least) is not None:
         before, after = found.plan.job, least.job
         size, old = f"{after.height}x{after.width}", f"{before.height}x{before.width}"
@@ -332,7 +333,7 @@ def _beyond(found: Suggestion) -> Iterator[str]:
 
 
 def _other_kind(wish: Relaxed) -> str:
-    """What a plan of the other kind reaches, lossy or not, in a line."""
+    """What a plan of the other kind (lossy or lossless) reaches, in one line."""
     if wish.field == "gpus":
         return f"lossless on one GPU (--gpus 1): {ways(wish.plan)} ({_need(wish.plan)})"
     most = f"{wish.after} frames" if wish.field == "frames" else f"{wish.field} {wish.after}"
@@ -346,7 +347,7 @@ def _flag_name(wish: Relaxed) -> str:
 
 
 def _short_of(plan: Estimate, relax: Sequence[Relaxed]) -> str:
-    """What a plan that does not fit lacks: host RAM too, where with more of it another plan fits the card."""
+    """What a plan that does not fit lacks, including host RAM if another plan would fit the card with more of it."""
     ram = plan.machine.host_ram
     if plan.limit == "host":
         return "; not enough host RAM"
@@ -357,11 +358,11 @@ def _short_of(plan: Estimate, relax: Sequence[Relaxed]) -> str:
 
 
 HIDDEN = 0.01
-"""Share of a step's seconds below which what swap costs is said to be hidden."""
+"""Share of a step's seconds below which the cost of block swap is called hidden."""
 
 
 def _swap_note(question: Question, plan: Estimate, switch: Switch) -> str:
-    """Over which link swapped blocks come, and whether the step waits for them."""
+    """Over which link swapped blocks are copied, and whether the step waits for them."""
     links = plan.machine.links
     own = links.host_gbs if links else None
     pcie = re.fullmatch(r"pcie(\d)x(\d+)", question.gpu.link)
@@ -393,7 +394,7 @@ def _need(found: Estimate) -> str:
 
 
 def print_data(console: Console, *models: ModelProfile) -> None:
-    """Prints what `vplan train` lacks to read models' samples from files, if anything: a line for all that lack the
+    """Prints the packages that `vplan train` lacks to read data from files, if any: one line per set of models with the
     same."""
     lacking: dict[str, list[str]] = {}
     for model in models:

@@ -1,4 +1,4 @@
-"""Changes of another trainer's command, in the terminal."""
+"""Changes to another trainer's command, in the terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_FIXES = 3
 
 
 def print_fixes(console: Console, before: Estimate, fixes: Iterable[Fix], mark: str = "") -> None:
-    """Each change and what it does. ``mark`` stands behind the first heading."""
+    """Prints each change and its effect. ``mark`` is appended to the first heading."""
     for at, fix in enumerate(fixes):
         heading = f"smallest change{mark}:" if at == 0 else "or:"
         console.print(heading, style="bold", markup=False)
@@ -31,7 +31,8 @@ def print_fixes(console: Console, before: Estimate, fixes: Iterable[Fix], mark: 
 
 
 def _print_change(console: Console, fix: Fix) -> None:
-    """The flags and lines of a change, each once, as two parts may need the same; behind each part what it costs."""
+    """Prints the flags and lines of a change, each once, since two parts may share some; each part is followed by its
+    cost."""
     costs = {typed[-1].splitlines()[-1]: cost for typed, cost in fix.costs.items()} if len(fix.costs) > 1 else {}
     for line in dict.fromkeys(line for part in fix.change for line in part.splitlines()):
         console.print(f"  {line}", markup=False, soft_wrap=True)
@@ -44,7 +45,7 @@ def _in_a_line(change: Iterable[str]) -> str:
 
 
 def print_helps(console: Console, helps: Iterable[Fix]) -> None:
-    """Changes that are not enough."""
+    """Prints changes that help but are not enough."""
     for fix in helps:
         console.print(
             f"helps, but not enough by itself: {_in_a_line(fix.change)} ({fix.cost})", style="dim", markup=False
@@ -52,13 +53,13 @@ def print_helps(console: Console, helps: Iterable[Fix]) -> None:
 
 
 def print_unpriced(console: Console, case: Case, verdict: str) -> None:
-    """Says of a command that does not fit which of its options are not counted and may need less."""
+    """Prints, for a command that does not fit, which of its options are not counted and may save memory."""
     if case.unpriced and verdict == "no":
         console.print(f"that is without {', '.join(case.unpriced)}: not estimated, and may need less", style="bold")
 
 
 def print_least(console: Console, least: Fix | None) -> None:
-    """What all options together come to, where that is not enough."""
+    """Prints the effect of all options together, if that is not enough."""
     if least is not None:
         estimate = least.outcome.estimate
         need = f"{gib(estimate.peak.device_bytes):.1f} GiB{', tight' if estimate.verdict == 'tight' else ''}"
@@ -67,19 +68,19 @@ def print_least(console: Console, least: Fix | None) -> None:
 
 
 def print_unrecorded(console: Console, unrecorded: Iterable[str]) -> None:
-    """The options that were not tried, because nothing was recorded of them."""
+    """Prints the options that were not tried because no recording covers them."""
     if words := _in_a_line(unrecorded):
         console.print(f"not recorded, so not tried: {words}", style="dim", markup=False)
 
 
 def print_not_priced(console: Console, ways: Iterable[OtherWay]) -> None:
-    """What the trainer has against such a shortage and no estimate counts."""
+    """Prints the trainer's options against such a shortage that no estimate includes."""
     for way in ways:
         console.print(f"not priced, and may need less: {way.written} ({way.why})", markup=False)
 
 
 def print_smaller(console: Console, smaller: Iterable[Fix]) -> None:
-    """Shorter clips and smaller sizes that fit: another training, which is not called lossless."""
+    """Prints shorter clips and smaller sizes that fit: a different training, so it is not called lossless."""
     for fix in smaller:
         console.print(f"{fix.cost} fit:", style="bold", markup=False)
         _print_change(console, fix)
@@ -90,7 +91,7 @@ def print_smaller(console: Console, smaller: Iterable[Fix]) -> None:
 
 
 def print_larger_card(console: Console, larger: CheckedEstimate | None) -> None:
-    """The smallest class of card that a command fits as it is."""
+    """Prints the smallest class of card that the unchanged command fits."""
     if larger is not None:
         found = larger.estimate
         need = f"{gib(found.peak.device_bytes):.1f} of {gib(found.budget_bytes):.1f} GiB"
@@ -98,7 +99,7 @@ def print_larger_card(console: Console, larger: CheckedEstimate | None) -> None:
 
 
 def print_more_ram(console: Console, ram: int | None, found: Estimate) -> None:
-    """The host RAM with which a command fits as it is."""
+    """Prints the host RAM with which the unchanged command fits."""
     if ram is not None:
         early = found.host is not None and found.host.phase in ("encode", "load")
         swap = "; swap space will do, as it is short only before training begins" if early else ""
@@ -106,7 +107,7 @@ def print_more_ram(console: Console, ram: int | None, found: Estimate) -> None:
 
 
 def print_as_lora(console: Console, lora: tuple[str, Estimate] | None) -> None:
-    """The LoRA that fits where full training does not, and how to ask for it."""
+    """Prints the LoRA that fits if full training does not, and how to request it."""
     if lora is not None:
         words, plan = lora
         need = f"{gib(plan.peak.device_bytes):.1f} GiB{', lossy' if plan.lossy else ''}"
@@ -130,7 +131,7 @@ def _effect(before: Estimate, fix: Fix) -> str:
 
 
 def print_rehearsal_check(console: Console, checked: CheckedRehearsal | str) -> None:
-    """Predicted and rehearsed in one line, then the smallest change; or the line that says why there is none."""
+    """Prints predicted and rehearsed memory in one line, then the smallest change; or the reason why there is none."""
     if isinstance(checked, str):
         console.print(checked, style="dim", markup=False)
         console.print()

@@ -1,4 +1,4 @@
-"""A whole job in the terminal: its hours, energy and money, its parts, and the shapes of its data."""
+"""A whole job in the terminal: its time, energy and cost, its parts, and the shapes of its data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def seconds_words(seconds: float) -> str:
 
 
 def print_whole_job(console: Console, found: WholeJob) -> None:
-    """Prints the parts of a whole job, whose hours, energy and money stand above."""
+    """Prints the parts of a whole job; the totals are printed above them."""
     if found.is_steps_alone:
         return
     console.print()
@@ -33,7 +33,7 @@ def print_whole_job(console: Console, found: WholeJob) -> None:
 
 
 def whole_words(found: WholeJob) -> str:
-    """Hours, energy and money of a whole job, in a line."""
+    """Time, energy and cost of a whole job in one line."""
     epochs = f" ({found.epochs:.3g} epochs)" if found.epochs is not None else ""
     words = [f"{span_words(found.hours)} hours", f"{span_words(found.kwh)} kWh at {found.power_watts:g} W"]
     if found.money is not None:
@@ -48,14 +48,14 @@ def span_words(span: Span) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits, two below a tenth."""
+    """Three significant digits; two below 0.1."""
     if value >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.0995 else f"{value:.2g}"
 
 
 def print_shapes(console: Console, even: EvenedPlan) -> None:
-    """Prints the shapes that were proposed for the data, each with its batch size, and the flag that gives them."""
+    """Prints the shapes proposed for the data, each with its batch size, and the flag for them."""
     rows = []
     for shape, seconds, _, nbytes in even.shapes:
         rows.append((shape.words, shape.batch_size or 1, seconds_words(seconds), f"{gib(nbytes):.1f}"))

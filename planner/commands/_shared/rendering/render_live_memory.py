@@ -1,4 +1,4 @@
-"""Whose memory it is, line by line, in the terminal."""
+"""Live memory by source line, in the terminal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from planner.rehearsal.live_memory import AllocationSite, LiveMemory
 
 LEAST = GIB // 200
-"""Bytes of a line that is worth telling: less would read 0.00."""
+"""Bytes below which a line is left out, since it would read 0.00."""
 
 
 def print_live(console: Console, live: LiveMemory) -> None:
-    """A table of the lines that hold most; below a line, the library's line that allocated most of it."""
+    """Prints a table of the lines that hold most; below each, the library's line that allocated most of it."""
     entries = [(site.allocated_bytes, list(_rows(site))) for site in live.largest]
     backward = (live.backward_bytes, "backward", "gradients, and temporary tensors of the backward pass")
     entries.append((live.backward_bytes, [backward]))

@@ -1,4 +1,4 @@
-"""An answer for many models or many cards in the terminal: what they come to, then a table with one line for each."""
+"""An answer for many models or cards in the terminal: a summary, then a table with one line for each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TableRow:
-    """One line of an answer for many models or many cards: a plan, or the reason why there is none."""
+    """One line of an answer for many models or cards: a plan, or the reason why there is none."""
 
     def __init__(
         self, name: str, plan: Estimate | None, reason: str, considered: int, whole: WholeJob | None = None
@@ -42,7 +42,7 @@ class TableRow:
 
 
 def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]) -> None:
-    """Prints a first line, what the rows come to, then a table with one line for each model or card."""
+    """Prints a first line, the summary of the rows, then a table with one line for each model or card."""
     console.print(first)
     if kind == "models" and _on_images(rows):
         rows = sorted(rows, key=_makes_videos)
@@ -80,7 +80,7 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]
 
 
 def _print_with_words_beneath(console: Console, found: Table, beneath: Sequence[str | Text]) -> None:
-    """A table whose rows take a line each, with its words beneath each: a last column would be too narrow for them."""
+    """Prints a table with each row's words on a line below it, for terminals too narrow for a last column."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -106,7 +106,7 @@ def _row(row: TableRow) -> tuple[str | Text, ...]:
 
 
 NARROW = 100
-"""Columns below which a row has its words beneath, and one of whole jobs leaves out what can be read elsewhere."""
+"""Columns below which words go below their rows, and whole jobs omit columns that can be found elsewhere."""
 
 
 def _shape(job: Job) -> str:
@@ -115,7 +115,7 @@ def _shape(job: Job) -> str:
 
 
 def _on_images(rows: Sequence[TableRow]) -> bool:
-    """Whether all are trained on single images, as models of videos can be too."""
+    """Whether all rows train on single images, which video models can do too."""
     return all(row.plan is None or row.plan.job.frames == 1 for row in rows)
 
 
@@ -124,7 +124,7 @@ def _makes_videos(row: TableRow) -> bool:
 
 
 def _models_that_fit(rows: Sequence[TableRow]) -> str:
-    """Which models of a table fit. On images, those that make videos are only counted, beside those that do not."""
+    """Which models of a table fit. On images, video models are only counted, separately."""
     videos = [row for row in rows if _makes_videos(row)]
     if not _on_images(rows) or not 0 < len(videos) < len(rows):
         return _named(rows, "models")
@@ -134,7 +134,7 @@ def _models_that_fit(rows: Sequence[TableRow]) -> str:
 
 
 def _named(rows: Sequence[TableRow], models: str) -> str:
-    """How many of some models fit, with the names of those that do, or of those that do not where these are fewer."""
+    """How many models fit, with the names of those that do, or of those that do not if these are fewer."""
     fits = [row for row in rows if row.plan and row.plan.verdict == "fits"]
     lossy = [row.name for row in fits if row.plan and row.plan.lossy]
     tight = [row.name for row in rows if row.plan and row.plan.verdict == "tight"]
@@ -149,7 +149,7 @@ def _named(rows: Sequence[TableRow], models: str) -> str:
 
 
 def _smallest_card(rows: Sequence[TableRow]) -> str:
-    """The smallest card of a table that fits, those below it that are tight, and the smallest without loss."""
+    """The smallest card of a table that fits, smaller ones that are tight, and the smallest without loss."""
     fits = [row for row in rows if row.plan and row.plan.verdict == "fits"]
     if not fits:
         return "no card fits it"
@@ -166,7 +166,7 @@ def _smallest_card(rows: Sequence[TableRow]) -> str:
 
 
 def whole_columns(rows: Iterable[TableRow], narrow: bool) -> tuple[str, ...]:
-    """The columns that whole jobs have in a table of them; none where there are none. ``narrow``: one beside hours."""
+    """The columns for whole jobs in a table; none if there are none. ``narrow``: one column besides hours."""
     found = [row.whole for row in rows if row.whole]
     if not found:
         return ()
@@ -177,7 +177,7 @@ def whole_columns(rows: Iterable[TableRow], narrow: bool) -> tuple[str, ...]:
 
 
 def whole_cells(whole: WholeJob | None, columns: Sequence[str]) -> list[str]:
-    """A row's cells in the columns of `whole_columns`."""
+    """A row's cells for the columns of `whole_columns`."""
     if whole is None:
         return ["-"] * len(columns)
     cells = {">hours": whole.hours, ">kWh": whole.kwh, ">price": whole.money}
@@ -185,7 +185,7 @@ def whole_cells(whole: WholeJob | None, columns: Sequence[str]) -> list[str]:
 
 
 def best_rows(rows: Sequence[TableRow]) -> dict[str, str | None]:
-    """The names of the fastest row and of the cheapest, by money where anything has a price, else by energy."""
+    """The names of the fastest row and of the cheapest: by money if anything has a price, else by energy."""
     found = [row for row in rows if row.whole]
     priced = [row for row in found if row.whole and row.whole.money]
     by = "money" if priced else "kwh"
@@ -207,7 +207,7 @@ def best_rows(rows: Sequence[TableRow]) -> dict[str, str | None]:
 
 
 def print_best(console: Console, rows: Sequence[TableRow]) -> None:
-    """Prints which row is the fastest and which the cheapest."""
+    """Prints which row is the fastest and which is the cheapest."""
     best = best_rows(rows)
     by_name = {row.name: row.whole for row in rows if row.whole}
     fastest, cheapest = (by_name.get(best[word] or "") for word in ("fastest", "cheapest"))

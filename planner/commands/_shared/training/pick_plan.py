@@ -86,8 +86,8 @@ def _check_same(asked: TypedQuestion, plan: Plan, path: Path) -> None:
 
 
 def _suggest(asked: TypedQuestion, samples: str | None, most: Mapping[Bucket, int], console: Console) -> Plan:
-    """Prints the plan that `vplan suggest` finds, on this machine's card if none was named. If samples were asked for,
-    they are made with the model on the GPU, or with it in host RAM if only that fits."""
+    """Prints and returns the plan that `vplan suggest` finds, on this machine's card if none was named. If samples were
+    requested, they are made with the model on the GPU, or with it in host RAM if only that fits."""
     suggester = Suggester(asked.trainer)
 
     def found(asked: TypedQuestion) -> tuple[Question, Suggestion]:

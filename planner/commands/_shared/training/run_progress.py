@@ -1,4 +1,4 @@
-"""Following a run from outside: the lines its first rank writes, as progress with the time left, and as a summary."""
+"""Follows a run from outside by the lines that its first rank writes: progress with the time left, and a summary."""
 
 from __future__ import annotations
 
@@ -24,33 +24,32 @@ from planner.units import format_gib, format_seconds, plural
 from planner.worker_process import read_json, result_file
 
 NAMED = 5
-"""Files left out that are named; the others are counted."""
+"""Skipped files to name; further ones are only counted."""
 
 BAR = 16
-"""Cells of a bar: with its words it stays within 80 columns, as what fills a line is not wiped away by Ctrl-C."""
+"""Cells of a bar: with its text it stays within 80 columns, because a full line is not erased on Ctrl-C."""
 
 RECENT = 20
-"""Steps whose median says how long one takes."""
+"""The number of latest steps whose median is the time of a step."""
 
 
 class Follower:
-    """Reads a metrics file as it grows. On a terminal it shows how far the run is; elsewhere it says a line at each
-    checkpoint."""
+    """Reads a metrics file as it grows. Shows progress on a terminal; elsewhere prints a line at each checkpoint."""
 
     def __init__(
         self, path: Path, steps: int, every: int, high_bytes: int | None, done: int = 0, before: Follower | None = None
     ) -> None:
-        """`done`: the steps of the checkpoint that is taken up, whose lines have been read before. `before`: who
-        followed the same run until it ran out of memory."""
+        """`done`: steps of the checkpoint that is resumed, whose lines were read before. `before`: the follower of the
+        same run until it ran out of memory."""
         self.path, self.steps, self.every, self.high_bytes, self.done = path, steps, every, high_bytes, done
         self.last: dict[str, Any] | None = before.last if before else None
         self.peaks: dict[str, int] = dict(before.peaks) if before else {}
         self.warnings: list[str] = []
         self.samples: list[str] = list(before.samples) if before else []
-        """files of samples, each once"""
+        """files of samples, without repeats"""
         self._warned: set[str] = set()
         self._seconds: deque[float] = deque(maxlen=RECENT)
-        # What is there already is of an earlier call; the run writes its metrics anew.
+        # Existing content is from an earlier call; the run rewrites its metrics.
         self._metrics = GrowingFile(path, skip=True)
         self._memory = GrowingFile(path.with_name(MEMORY), skip=True)
         self._console = console(stderr=True)
@@ -70,7 +69,8 @@ class Follower:
             self._live.stop()
 
     def _show(self, step: int, words: str) -> None:
-        """Two lines, as every answer begins: how far the run is, and the bar, beside what was used at the most."""
+        """Prints the two lines with which every answer begins: the progress, and the bar next to the highest memory
+        use."""
         if self._live is None:
             return
         peak = self.peaks.get("device_bytes")
@@ -84,7 +84,7 @@ class Follower:
         )
 
     def tick(self) -> None:
-        """Reads what was written since the last call: metrics, and the memory of what is no step."""
+        """Reads what was written since the last call: metrics of steps, and memory of other phases."""
         for numbers in self._metrics.new_lines():
             if "loss" not in numbers and numbers["step"] >= self.done:
                 self._take_samples(numbers)
@@ -95,7 +95,7 @@ class Follower:
                 self._take_peaks(numbers, numbers["phase"])
 
     def _take_samples(self, line: dict[str, Any]) -> None:
-        """Samples that are being made, or are made, or could not be."""
+        """Records samples that are being made, are done, or failed."""
         if "validating" in line:
             self._show(line["step"], f"making sample {line['validating']} of {line['of']}")
             return
@@ -112,7 +112,7 @@ class Follower:
         self._seconds.append(line["seconds"])
         self._take_peaks(line, f"step {line['step']}")
         retries = line.get("retries")
-        if retries and line["step"] > self.done + 1:  # in the first step the allocator finds its sizes
+        if retries and line["step"] > self.done + 1:  # the first step finds the sizes
             said = f"step {line['step']} emptied the allocator's cache {plural(retries, 'time')}"
             self._warn("retries", f"{said}: the run is at the card's limit, and slower for it")
         self._show(line["step"], self._words(line))
@@ -130,7 +130,7 @@ class Follower:
             self._warn("peak", f"{said} {format_gib(self.high_bytes)}")
 
     def _warn(self, kind: str, text: str) -> None:
-        """Says it at once, and once of its kind."""
+        """Prints a warning immediately, and once per kind."""
         if kind not in self._warned:
             self._warned.add(kind)
             self.warnings.append(text)
@@ -150,7 +150,7 @@ class Follower:
 
 
 class Preparing:
-    """Shows how far the encoding of the data is. On a terminal it draws a bar; elsewhere it says what it begins."""
+    """Shows the progress of encoding the data: a bar on a terminal, else a line at each beginning."""
 
     def __init__(self, output: Path) -> None:
         self.folder = output / PREPARE_FOLDER
@@ -175,14 +175,14 @@ class Preparing:
         self._bar.stop()
 
     def tick(self) -> None:
-        """Reads how far the workers are and shows it. Raises a VplanError when the run is asked to stop."""
+        """Reads and shows how far the workers are. Raises a VplanError when the run is asked to stop."""
         if (self.folder.parent / STOP_REQUEST).exists():
             fix = "run the same command again: what is encoded is kept"
             raise VplanError("stopped while the data was encoded", fix, STOPPED)
         ranks = [read_json(path) for path in sorted(self.folder.glob("result-*.json"))]
         if not ranks or not ("doing" in ranks[0] or "scanning" in ranks[0]):
             return
-        # Each rank has its share of the same encoder's work; one that is ahead counts when the others have come there.
+        # Ranks share the work of each encoder; one that is ahead of rank 0 counts once rank 0 gets there.
         together = [rank for rank in ranks if rank.get("doing") == ranks[0].get("doing")]
         done, total = (sum(rank.get(name, 0) for rank in together) for name in ("done", "all"))
         what = f"encoding {ranks[0]['doing']}" if "doing" in ranks[0] else f"scanning {ranks[0]['scanning']}"
@@ -194,8 +194,7 @@ class Preparing:
         self._bar.update(self._task, completed=done, total=total)
 
     def notes(self) -> list[str]:
-        """What the worker reported about the data, in words: samples that were skipped and why, and what was done to
-        the others."""
+        """The worker's notes about the data: skipped samples with reasons, and changes to the others."""
         told = read_json(self.folder / result_file(0))
         left = [*told.get("skipped", ()), *told.get("broken", ())]
         found = [f"skipped: {fault}" for fault in left[:NAMED]]
@@ -205,8 +204,8 @@ class Preparing:
 
 
 def prepare(wanted: Preparation, output: Path) -> tuple[Outcome, list[str]]:
-    """Runs the worker that encodes a run's data and shows its progress; returns how it ended, and notes about the data
-    in words."""
+    """Runs the worker that encodes a run's data and shows its progress; returns how it ended, and its notes about the
+    data."""
     with Preparing(output) as preparing:
         ended = launch.prepare(wanted, output, preparing.tick)
     return ended, preparing.notes()

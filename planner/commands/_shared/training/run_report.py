@@ -1,4 +1,4 @@
-"""The page of a run, written anew while it goes on, and served to a browser on this computer."""
+"""The page of a run, rewritten while the run continues, and served to a browser on this computer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from planner.terminal import echo
 
 WAIT_SECONDS = 10.0
 SHARE = 50
-"""Writing a page takes at most one part in so many of the time."""
+"""Writing pages takes at most this fraction (1/50) of the time."""
 
 FRESH_SECONDS = 1.0
-"""A page that is served is at most so old."""
+"""Longest age of a served page."""
 
 CHUNK = 2**18
 HOST = "127.0.0.1"
@@ -33,7 +33,8 @@ RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
 
 
 class ReportWriter:
-    """Writes a run's page while the run goes on. A page that cannot be written ends nothing: it is said once."""
+    """Writes a run's page while the run continues. If it cannot be written, the run continues and a warning is printed
+    once."""
 
     def __init__(self, output: Path) -> None:
         self._history = RunHistory(output)
@@ -41,12 +42,12 @@ class ReportWriter:
         self._stopped = False
 
     def tick(self) -> None:
-        """Writes the page when it is time to."""
+        """Writes the page if it is due."""
         if time.monotonic() >= self._next:
             self.write()
 
     def write(self) -> None:
-        """Writes the page as the run is now."""
+        """Writes the page in its current state."""
         if self._stopped:
             return
         began = time.monotonic()
@@ -67,7 +68,7 @@ class RunServer(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, output: Path, port: int) -> None:
-        """Raises an OSError where the port is taken."""
+        """Raises an OSError if the port is in use."""
         self.output = output
         self._lock = threading.Lock()
         self._history = RunHistory(output)
@@ -76,16 +77,16 @@ class RunServer(http.server.ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The URL of the page."""
         return f"http://{HOST}:{self.server_address[1]}/"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Says nothing of a browser that has hung up, as one does in the middle of a video it seeks in."""
+        """Ignores connections that browsers close, as they do when seeking in a video."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]  # a socket and its address
 
     def page(self) -> bytes:
-        """The page as the run is now."""
+        """The page in its current state."""
         with self._lock:
             if time.monotonic() - self._made > FRESH_SECONDS:
                 self._history.update()
@@ -94,8 +95,8 @@ class RunServer(http.server.ThreadingHTTPServer):
             return self._page
 
     def sample(self, path: str) -> Path | None:
-        """The file of a sample that the run has listed; None for every other path. No path is made of what a client
-        sent: it is compared with those that are there."""
+        """The file of a sample that the run has listed; None for every other path. Paths are compared with the existing
+        ones, never built from what a client sent."""
         with self._lock:
             return next((file for file in self._history.sample_files() if f"/{SAMPLES}/{file.name}" == path), None)
 
@@ -113,7 +114,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(head=False)
 
     def _answer(self, *, head: bool) -> None:
-        # Another site's page may have its own name point here (DNS rebinding); it cannot choose what Host says.
+        # DNS rebinding: a foreign site may resolve to this address, but it cannot choose the Host header.
         port = self.server.server_address[1]
         if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
             self.send_error(HTTPStatus.FORBIDDEN)
@@ -134,7 +135,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def _send_file(self, path: Path, *, head: bool) -> None:
-        """A file, or the part of it that is asked for: Safari plays no video otherwise."""
+        """Sends a file or the requested range of it: Safari plays videos only with range requests."""
         try:
             file = path.open("rb")
         except OSError:
@@ -169,4 +170,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing: the terminal shows the run."""
+        """Logs no requests: the terminal shows the run."""

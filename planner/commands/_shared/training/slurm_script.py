@@ -19,14 +19,14 @@ from planner.spec.training import TrainingSettings
 from planner.worker_process import vplan_command
 
 LEFT_OUT = ("plan_path", "slurm", "node_rank", "main_address", "main_port", "print_command", "as_json")
-"""Options of `vplan train` that the script gives itself, or that are not of a run."""
+"""Options of `vplan train` that the script sets itself, or that do not concern the run."""
 
 OURS, HEAD_BYTES = b"\n#SBATCH --job-name=vplan-", 4096
-"""By what a script of ours is known, and how far down it is looked for."""
+"""How a script of ours is recognised, and within how many bytes."""
 
 
 def write_script(file: Path, plan: Plan, output: Path, as_json: bool) -> int:
-    """Writes the script of the running command and says how to submit it."""
+    """Writes the batch script of the running command, and prints how to submit it."""
     context = click.get_current_context()
     found, _ = preflight.estimated(plan, must=False)
     script = slurm_script(
@@ -56,8 +56,8 @@ def _is_ours(file: Path) -> bool:
 
 
 def retyped(context: click.Context, left_out: Collection[str]) -> list[str]:
-    """The options of the running command as they were typed, without those named in `left_out`; names of existing files
-    become absolute paths."""
+    """The options of the running command as typed, without those in `left_out`; names of existing files become absolute
+    paths."""
     words: list[str] = []
     for option in context.command.params:
         name = option.name or ""

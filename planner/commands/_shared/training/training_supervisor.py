@@ -1,4 +1,4 @@
-"""One run of `vplan train`: its checks, its data, its ranks, and the fallback to the next plan.
+"""One run of `vplan train`: checks, data, ranks, and the fallback to the next plan.
 
 Read `TrainingSupervisor.run`, then `_train`.
 """
@@ -65,7 +65,7 @@ class TrainingSupervisor:
         self.device: Literal["cuda", "cpu"] = options["device"]
         self.notes: list[str] = []
         self.estimate: Estimate | None = None
-        """of the plan that runs"""
+        """of the running plan"""
         self.nodes = launch.Nodes(options["node_rank"], options["main_address"], options["main_port"])
         machine = plan.machine
         if self.nodes.rank >= machine.nodes:
@@ -87,7 +87,7 @@ class TrainingSupervisor:
         self.sources = () if self._is_cache else sources(data, typed)
 
     def run(self, as_json: bool, *, begins: bool) -> int:
-        """Checks, prepares, trains, and says how it ended. ``begins``: nothing was printed about the plan yet."""
+        """Checks, prepares, trains, and reports how it ended. ``begins``: nothing was printed about the plan yet."""
         if self.options["slurm"]:
             self._keep_training()
             return write_script(Path(self.options["slurm"]).expanduser(), self.plan, self.output, as_json)
@@ -127,11 +127,11 @@ class TrainingSupervisor:
 
     @property
     def _is_cache(self) -> bool:
-        """Whether the data is a cache that was made elsewhere."""
+        """Whether the data folder is a cache that was made elsewhere."""
         return (self.data / ENTRIES).is_file()
 
     def _entries(self) -> Path:
-        """The list of cached samples: the data folder's own where it is one, else the cache's."""
+        """The list of cached samples: in the data folder if that is a cache, else in the run's cache."""
         return (self.data if self._is_cache else self.output / CACHE) / ENTRIES
 
     @property
@@ -194,7 +194,7 @@ class TrainingSupervisor:
         """Trains to the end. When memory runs out, continues from the last checkpoint with the next plan of the
         ladder."""
         output, first = self.output, self.nodes.rank == 0
-        resume = self._begin(entries) if first else None  # for all computers
+        resume = self._begin(entries) if first else None  # on behalf of all computers
         begun: int | None = None
         follower: Follower | None = None
         page = ReportWriter(output)
@@ -242,7 +242,7 @@ class TrainingSupervisor:
         follower: Follower,
         page: ReportWriter,
     ) -> launch.Outcome:
-        """Runs this computer's ranks to their end. The first computer writes the page, which also shows the end."""
+        """Runs this computer's ranks to their end. The first computer writes the page, also at the end."""
         first = self.nodes.rank == 0
 
         def tick() -> None:
@@ -267,7 +267,7 @@ class TrainingSupervisor:
         estimate: Estimate | None,
         as_json: bool,
     ) -> int:
-        """Reports a run that went to its end. ``begun``: the step at which it was resumed."""
+        """Reports a completed run. ``begun``: the step at which it was resumed."""
         last = follower.last or {}
         answer = {
             "output": str(self.output),
@@ -290,7 +290,7 @@ class TrainingSupervisor:
     def _prepare(self, entries: Path) -> None:
         """Encodes what is not cached yet, and lists it."""
         wanted = self._preparation(entries)
-        # Data of our own is looked through at every start: clips, captions and plan may be others than last time.
+        # The data folder is scanned at every start: clips, captions or the plan may have changed.
         if entries.parent == self.data and validation.is_listed(wanted):
             return
         prepared, notes = prepare(wanted, self.output)
@@ -301,7 +301,7 @@ class TrainingSupervisor:
         self._raise_unless_ok(prepared)
 
     def _converted(self) -> str | None:
-        """The folder of the transformer that came as one file."""
+        """The folder of the transformer that was passed as a single file."""
         if self.transformer is None:
             return None
         folder = single_file.folder_of(self.transformer, self.plan.job.model, self.output)
@@ -340,8 +340,8 @@ class TrainingSupervisor:
         return DONE
 
     def _step_down(self, ended: launch.Outcome) -> bool:
-        """Switches to the next plan and keeps the one that ran out next to it; False if there is none."""
-        found = next_plan(self.plan)
+        """Switches to the next plan and keeps the failed one next to it; False if there is none."""
+        found = next_plan(self.plan, self.estimate if ended.name == "oom" else None)
         if found is None:
             return False
         kept = self.output / PLAN
@@ -353,7 +353,7 @@ class TrainingSupervisor:
         return True
 
     def _stopped(self, ended: launch.Outcome, as_json: bool) -> int:
-        """Reports where a run stopped that was asked to stop."""
+        """Reports where a run was stopped on request."""
         newest, _ = checkpoints.newest(self.output, checkpoints.run_id(self.output))
         assert newest is not None, "it stops after a checkpoint"
         answer = {
@@ -373,10 +373,10 @@ class TrainingSupervisor:
         return STOPPED
 
     def _raise_unless_ok(self, ended: launch.Outcome) -> None:
-        """Raises one error for whatever ended the run, with what to resume from."""
+        """Raises one error for the reason the run ended, with the checkpoint to resume from."""
         if ended.name == "ok":
             return
-        if ended.name == "refused" and ended.exit_code == 1:  # before anything was trained
+        if ended.name == "refused" and ended.exit_code == 1:  # before any training
             raise VplanError(ended.message, ended.fix, ended.exit_code)
         message, fix = ended.message, ended.fix
         if ended.name in RAN_OUT:
@@ -388,7 +388,7 @@ class TrainingSupervisor:
 
 
 def _memory(ended: launch.Outcome) -> str:
-    """Which memory was short, and at which shape."""
+    """Which memory ran out, and at which shape."""
     shape = ended.shape
     size = f" at {shape['frames']}x{shape['height']}x{shape['width']}" if shape else ""
     return f"out of {'GPU' if ended.name == 'oom' else 'host'} memory{size}"
@@ -406,7 +406,7 @@ def resume_hint(output: Path) -> str:
 
 
 def _steps_of(checkpoint: Path | None) -> int | None:
-    """How many steps a checkpoint has done."""
+    """The number of steps that a checkpoint has completed."""
     if checkpoint is None:
         return None
     return int(checkpoints.read_manifest(checkpoint)["step"])
