@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -22,8 +23,9 @@ from planner.dialects.base.bindings import (
 from planner.dialects.base.commands import command_line, command_settings, parse_program, script_head
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults, require_model
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import engine, launch_settings, several_gpus
+from planner.dialects.base.launchers import ON_HOST, SAVED_WHOLE, engine, launch_settings, several_gpus
 from planner.dialects.base.script import Script
+from planner.errors import VplanError
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 
@@ -161,6 +163,18 @@ def _write_size(fields: Fields) -> Settings:
     return settings | ({"--train_batch_size": fields["batch_size"]} if fields["batch_size"] != 16 else {})
 
 
+ADAPTERS_ALONE = "DeepSpeed is given a LoRA's adapters alone (EasyAnimate c2a70d1 scripts/train_lora.py:1464)"
+SAVES_SHARES = "its save writes the share of one GPU (EasyAnimate c2a70d1 scripts/train.py:1127 `save_pretrained`)"
+
+
+def _own_plain(settings: Settings) -> Fields:
+    """Raises a VplanError for a LoRA under stage 3, whose base stays whole on every GPU."""
+    stage = int(settings.get("launch:--zero_stage", 2)) if settings.get("launch:--use_deepspeed") else 0
+    if settings.get("script") == LORA and stage == 3:
+        raise VplanError(f"ZeRO-3 does not split the model here: {ADAPTERS_ALONE}", "use --zero_stage 2")
+    return plain(settings)
+
+
 def plain(settings: Settings) -> Fields:
     """The transformer is loaded in bf16 and stays so, in full training too; adapters are made in fp32; accelerate's
     mixed precision adds autocast (`from_pretrained_2d`, `create_network`, `accelerator.prepare`)."""
@@ -196,7 +210,8 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
         yield Remark(
             "--use_deepspeed", "the script's flag alone starts no engine: accelerate launch --use_deepspeed does"
         )
-    if fields["sharding"].startswith("zero") and fields.get("gpus", 1) * fields.get("nodes", 1) == 1:
+    on_gpu = {fields["offload_optimizer"], fields["offload_params"]} == {"none"}
+    if fields["sharding"].startswith("zero") and on_gpu and not several_gpus(fields):
         yield Remark("--use_deepspeed", "on one GPU it shards nothing, and keeps fp32 masters beside")
 
 
@@ -255,7 +270,46 @@ def shell_script(plan: Plan, settings: Settings, extra: Mapping[str, object]) ->
     }
     if plan.job.method == "full":
         own["--trainable_modules"] = "."
-    return {"train.sh": script_head(plan) + command_line(command_settings(settings), own, launcher)}
+    start = {"train.sh": script_head(plan) + command_line(command_settings(settings), own, launcher)}
+    return {**({ENGINE_FILE: _engine_file(plan)} if plan.strategy.sharding.startswith("zero") else {}), **start}
+
+
+ENGINE_FILE = "deepspeed.json"
+"""Their data loaders take a sampler of batches, and have no batch size that accelerate could give DeepSpeed:
+``prepare`` raises a ValueError unless a file of DeepSpeed's says it (rehearsed with accelerate 1.15)."""
+
+
+def deepspeed(fields: Fields) -> Settings:
+    """What both scripts need beside a stage of ZeRO."""
+    settings: Settings = {"--use_deepspeed": True, "launch:--deepspeed_config_file": ENGINE_FILE}
+    return settings | ({"launch:--zero3_init_flag": "true", **SAVED_WHOLE} if fields["sharding"] == "zero-3" else {})
+
+
+def _own_deepspeed(fields: Fields) -> Settings:
+    if fields["sharding"] == "zero-3":
+        why = ADAPTERS_ALONE if fields["method"] == "lora" else SAVES_SHARES
+        raise InexpressibleError(UnsupportedValue("sharding", "zero-3", "zero-2", why))
+    return deepspeed(fields)
+
+
+def _engine_file(plan: Plan) -> str:
+    """The file of DeepSpeed's for a plan, as config/zero_stage*_config.json have it."""
+    strategy = plan.strategy
+    zero: dict[str, object] = {
+        "stage": int(strategy.sharding[-1]),
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 5e8,
+        "sub_group_size": 1e9,
+    }
+    if strategy.sharding == "zero-3":
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    for name, where in (("optimizer", strategy.offload_optimizer), ("param", strategy.offload_params)):
+        if where != "none":
+            zero[f"offload_{name}"] = {"device": where}
+    auto = dict.fromkeys(("train_batch_size", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    micro = {"train_micro_batch_size_per_gpu": plan.job.batch_size}
+    return json.dumps({"bf16": {"enabled": True}, **micro, **auto, "zero_optimization": zero}, indent=2) + "\n"
 
 
 def table(written: Callable[[Fields], Settings], *bindings: Binding | When) -> tuple[Binding | When, ...]:
@@ -315,13 +369,19 @@ def table(written: Callable[[Fields], Settings], *bindings: Binding | When) -> t
 
 
 ZERO_2 = "--deepspeed_config_file config/zero_stage2_config.json"
-ZERO_3 = "--zero_stage 3 --zero3_init_flag true --deepspeed_config_file config/zero_stage3_config.json"
+OFFLOADED = '"offload_optimizer": {"device": "cpu"}  # config/zero_stage%s_config.json, in "zero_optimization"'
+"""A line of the file that the launcher names."""
 
 
 def launched_by_deepspeed(stage: str, settings: Settings) -> list[str]:
     """Its own script under a stage of ZeRO, as its pages start it (scripts/README_TRAIN.md)."""
     launcher = f"accelerate launch --use_deepspeed {stage} --deepspeed_multinode_launcher standard"
     return [f"{launcher} {settings['script']} ... --use_deepspeed"]
+
+
+def offloaded_by_deepspeed(stage: str, number: int, settings: Settings) -> list[str]:
+    """The same with the optimizer in host RAM, which its configs have with the weights alone."""
+    return ["\n".join([*launched_by_deepspeed(stage, settings), OFFLOADED % number])]
 
 
 MOVES = (
@@ -335,6 +395,12 @@ MOVES = (
         words_for=partial(launched_by_deepspeed, ZERO_2),
         when=several_gpus,
     ),
+    Move(
+        {"sharding": "zero-2", **ON_HOST, **DEEPSPEED},
+        "the optimizer steps in host RAM",
+        words_for=partial(offloaded_by_deepspeed, ZERO_2, 2),
+        when=lambda fields: fields["method"] == "full",
+    ),
 )
 
 DIALECT = Dialect(
@@ -346,11 +412,12 @@ DIALECT = Dialect(
     table=table(
         _write_own_model,
         engine(
-            plain,
+            _own_plain,
             write_plain,
             {"weights_dtype": "bf16", "adapter_dtype": "fp32 (bf16 with an engine)"},
             NO_FSDP,
-            with_deepspeed={"--use_deepspeed": True},
+            with_deepspeed=_own_deepspeed,
+            context=lambda fields: {"script": LORA if fields["method"] == "lora" else FULL},
         ),
         Choice("method", {"full": {"script": FULL}, "lora": {"script": LORA}}, "these scripts train"),
         *our_defaults("lora_targets"),
