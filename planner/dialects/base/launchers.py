@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePosixPath
 
 from planner.dialects.base.bindings import Fields, FunctionPair, InexpressibleError, Settings, UnsupportedValue
@@ -191,6 +191,14 @@ def _engine_fields(launch: Settings, formats: Fields, fsdp: Support | str) -> Fi
     if launch.get("launch:--use_fsdp"):
         return no_engine | fsdp_fields(launch, formats, fsdp)
     return no_engine | formats | {"sharding": "ddp" if several_gpus(launch) else "none"}
+
+
+def stage_3_notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    """What ends a run under stage 3 when a script saves by accelerate's ``get_state_dict``."""
+    asked = settings.get("launch:--zero3_save_16bit_model", False)
+    in_file = settings.get("deepspeed:zero_optimization.stage3_gather_16bit_weights_on_model_save", False)
+    if fields["sharding"] == "zero-3" and "true" not in (str(asked).lower(), str(in_file).lower()):
+        yield "its first save ends it under ZeRO-3: accelerate launch --zero3_save_16bit_model true gathers the weights"
 
 
 def by_fsdp(trained: Callable[[Fields], Fields]) -> Move:

@@ -21,7 +21,7 @@ from planner.dialects.base.bindings import (
 from planner.dialects.base.commands import command_line, command_settings, parse_program, script_head
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_of, our_defaults, require_model, word_for
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
-from planner.dialects.base.launchers import ON_HOST, SAVED_WHOLE, engine, launch_settings, several_gpus
+from planner.dialects.base.launchers import ON_HOST, SAVED_WHOLE, engine, launch_settings, several_gpus, stage_3_notes
 from planner.dialects.base.layer_names import WAN_LAYERS
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import PythonCommand, Script
@@ -354,6 +354,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{names} and VAE ({format_gib(int(nbytes))}) stay on the GPU beside the model in task sft"
     if settings.get("--enable_optimizer_cpu_offload"):
         yield f"--enable_optimizer_cpu_offload{MAY_NEED_LESS}"
+    yield from stage_3_notes(settings, fields)
     yield "one sample per step: there is no batch-size flag"
     if not _is_wan(profile.name) and fields["method"] == "lora":
         yield "LoRA estimated on the model's usual layers"

@@ -244,6 +244,9 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     modules = settings.get("--trainable_modules")
     if fields["method"] == "full" and modules not in (None, ["."], "."):
         yield "--trainable_modules is estimated as training everything: it needs at most this"
+    if fields["sharding"].startswith("zero") and not settings.get("launch:--deepspeed_config_file"):
+        what = "accelerate refuses its data loader under DeepSpeed, unless DeepSpeed's file says"
+        yield f"{what} train_micro_batch_size_per_gpu: --deepspeed_config_file config/zero_stage2_config.json"
     if settings.get("--enable_text_encoder_in_dataloader"):
         yield "--enable_text_encoder_in_dataloader is not estimated: the text encoder counts as on the GPU"
 

@@ -12,7 +12,7 @@ from planner.dialects.base.bindings import Choice, Fields, FunctionPair, Inexpre
 from planner.dialects.base.commands import parse_program
 from planner.dialects.base.dialect import MAY_NEED_LESS, Invocation, Move
 from planner.dialects.base.engine_files.fsdp_launch import OFFLOAD, VERSION, Units, fsdp_notes
-from planner.dialects.base.launchers import ON_HOST, by_fsdp, engine, launch_settings, several_gpus
+from planner.dialects.base.launchers import ON_HOST, by_fsdp, engine, launch_settings, several_gpus, stage_3_notes
 from planner.dialects.base.layer_names import WAN_LAYERS, chosen_layers, in_wan
 from planner.dialects.base.script import Script
 from planner.dialects.easyanimate import settings as easyanimate
@@ -206,6 +206,7 @@ def _is_wan(settings: Settings) -> bool:
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from easyanimate.notes(settings, fields)
     yield from fsdp_notes(settings, fields)
+    yield from stage_3_notes(settings, fields)
     if fields["sharding"] in SPLIT:
         yield f"a text encoder that is split over the GPUs as well (videox_fun/dist/fsdp.py){MAY_NEED_LESS}"
     if fields["validation_mode"] == "on" and lookup.model(fields["model"]).experts > 1:

@@ -244,3 +244,25 @@ def test_a_fix_by_an_engine_does_what_is_said_of_it(words: str, gpu: str, wanted
     assert then.verdict == "fits"
     assert said.strategy.sharding == then.strategy.sharding != "ddp"
     assert then.peak.device_bytes == pytest.approx(said.peak.device_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("launch", "words", "note"),
+    [
+        ("--use_deepspeed --zero_stage 3", f"{Z_IMAGE} {PIXELS}", "its first save ends it under ZeRO-3"),
+        ("--use_deepspeed --zero_stage 2", f"{Z_IMAGE} {PIXELS}", "accelerate refuses its data loader under DeepSpeed"),
+        ("--use_deepspeed --zero_stage 2", SD3, "its first checkpoint ends it under DeepSpeed"),
+        ("--use_deepspeed --zero_stage 3", SDXL, "ZeRO-3: the weights that it saves at its end are one GPU's"),
+    ],
+)
+def test_what_ends_or_spoils_a_run_under_zero_is_said(launch: str, words: str, note: str, tmp_path: Path) -> None:
+    """Rehearsed on the CPU with accelerate 1.15 and deepspeed 0.19.8."""
+    (tmp_path / "train.sh").write_text(f"accelerate launch --num_processes 4 {launch} {words}\n", encoding="utf-8")
+    dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
+    assert any(note in each for each in translate(dialect, given).notes)
+    mended = f"{launch} --zero3_save_16bit_model true --deepspeed_config_file config/zero_stage2_config.json"
+    mended = mended.replace("stage2", "stage3") if "3" in launch else mended
+    words = f"{words} --checkpointing_steps 1000000"
+    (tmp_path / "train.sh").write_text(f"accelerate launch --num_processes 4 {mended} {words}\n", encoding="utf-8")
+    found = translate(*dialects.read_script(from_file(tmp_path / "train.sh"))).notes
+    assert any(note in each for each in found) == note.startswith("ZeRO-3")
