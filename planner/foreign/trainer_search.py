@@ -55,16 +55,22 @@ def suggest_for(question: Question, name: str, prefer: str = "speed") -> tuple[Q
     asked, found = _searched(question, dialect, prefer)
     if found.plan.verdict != "no":
         return asked, found
+    tight: tuple[Question, Suggestion] | None = None
     for other in _otherwise(question, dialect):
         with contextlib.suppress(VplanError):
             changed, answer = _searched(other, dialect, prefer)
             changed = changed._replace(fixed=question.fixed)
             if answer.plan.verdict != "no":
-                return changed, answer._replace(switches=(*_told(question, other), *answer.switches))
-            if _needs_less(answer.plan, found.plan):
+                told = changed, answer._replace(switches=(*_told(question, other), *answer.switches))
+                if _is_sure(answer.plan, tight[1].plan if tight else None):
+                    return told
+                tight = tight or told
+            elif _needs_less(answer.plan, found.plan):
                 lossless = tuple(wish for wish in found.relaxed if not wish.plan.lossy)
                 more = (wish for wish in answer.relaxed if wish.plan.lossy or not lossless)
                 asked, found = changed, answer._replace(relaxed=(*lossless, *more))
+    if tight is not None:
+        return tight
     return asked, _with_fewer_bits(found, dialect)
 
 
@@ -89,11 +95,19 @@ def fitting_for(question: Question, name: str) -> Estimate | None:
     dialect = dialects.writer(check_target(name), question.job.model)
     if (found := _fitting(question, dialect)) is not None:
         return found
+    tight: Estimate | None = None
     for other in _otherwise(question, dialect):
         with contextlib.suppress(VplanError):
-            if (found := _fitting(other, dialect)) is not None:
+            found = _fitting(other, dialect)
+            if found is not None and _is_sure(found, tight):
                 return found
-    return None
+            tight = tight or found
+    return tight
+
+
+def _is_sure(plan: Estimate, tight: Estimate | None) -> bool:
+    """Whether a plan fits, and rounds nothing more than one that was tight before it."""
+    return plan.verdict == "fits" and (tight is None or set(plan.lossy) <= set(tight.lossy))
 
 
 PLACES = frozenset({"text_encoder", "vae"})

@@ -218,9 +218,15 @@ def test_the_smaller_of_two_plans_that_do_not_fit_is_shown() -> None:
     """EasyAnimate has everything on the GPU at its start: swapped encoders take less, and too much."""
     plan = run("suggest", "easyanimate-v5.1-7b", "--gpu", "24GB", "--for", "easyanimate", code=3)["plan"]
     assert plan["verdict"] == "no" and plan["strategy"]["text_encoder"] == "swapped"
+
+
+def test_a_plan_that_fits_is_looked_for_behind_one_that_is_tight() -> None:
+    """With 16-bit weights under autocast it is tight while the encoders stay, and it fits where they are swapped."""
     full = ["wan2.1-t2v-1.3b", "--for", "videox-fun", "--method", "full", "--frames", "17", "--host-ram", "26GiB"]
-    plan = run("suggest", *full, "--gpu", "24GB", code=3)["plan"]
-    assert plan["limit"] == "host" and plan["strategy"]["text_encoder"] == "resident"  # it is RAM that lacks
+    plan = run("suggest", *full, "--gpu", "24GB")["plan"]
+    assert (plan["verdict"], plan["strategy"]["text_encoder"]) == ("fits", "swapped")
+    beside = run("suggest", *full, "--gpu", "24GB", "--text-encoder", "resident", "--vae", "resident")["plan"]
+    assert beside["verdict"] == "tight"
 
 
 @pytest.mark.parametrize(
