@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -23,8 +22,17 @@ from planner.dialects.base.bindings import (
 from planner.dialects.base.commands import command_line, command_settings, parse_program, script_head
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults, require_model
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import ON_HOST, SAVED_WHOLE, engine, launch_settings, several_gpus
+from planner.dialects.base.launchers import ON_HOST, engine, launch_settings, several_gpus
 from planner.dialects.base.script import Script
+from planner.dialects.easyanimate.zero_launch import (
+    ADAPTERS_ALONE,
+    ENGINE_FILE,
+    ZERO_2,
+    engine_file,
+    launched_by_deepspeed,
+    offloaded_by_deepspeed,
+    own_deepspeed,
+)
 from planner.errors import VplanError
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
@@ -163,10 +171,6 @@ def _write_size(fields: Fields) -> Settings:
     return settings | ({"--train_batch_size": fields["batch_size"]} if fields["batch_size"] != 16 else {})
 
 
-ADAPTERS_ALONE = "DeepSpeed is given a LoRA's adapters alone (EasyAnimate c2a70d1 scripts/train_lora.py:1464)"
-SAVES_SHARES = "its save writes the share of one GPU (EasyAnimate c2a70d1 scripts/train.py:1127 `save_pretrained`)"
-
-
 def _own_plain(settings: Settings) -> Fields:
     """Raises a VplanError for a LoRA under stage 3, whose base stays whole on every GPU."""
     stage = int(settings.get("launch:--zero_stage", 2)) if settings.get("launch:--use_deepspeed") else 0
@@ -274,45 +278,7 @@ def shell_script(plan: Plan, settings: Settings, extra: Mapping[str, object]) ->
     if plan.job.method == "full":
         own["--trainable_modules"] = "."
     start = {"train.sh": script_head(plan) + command_line(command_settings(settings), own, launcher)}
-    return {**({ENGINE_FILE: _engine_file(plan)} if plan.strategy.sharding.startswith("zero") else {}), **start}
-
-
-ENGINE_FILE = "deepspeed.json"
-"""Their data loaders take a sampler of batches, and have no batch size that accelerate could give DeepSpeed:
-``prepare`` raises a ValueError unless a file of DeepSpeed's says it (rehearsed with accelerate 1.15)."""
-
-
-def deepspeed(fields: Fields) -> Settings:
-    """What both scripts need beside a stage of ZeRO."""
-    settings: Settings = {"--use_deepspeed": True, "launch:--deepspeed_config_file": ENGINE_FILE}
-    return settings | ({"launch:--zero3_init_flag": "true", **SAVED_WHOLE} if fields["sharding"] == "zero-3" else {})
-
-
-def _own_deepspeed(fields: Fields) -> Settings:
-    if fields["sharding"] == "zero-3":
-        why = ADAPTERS_ALONE if fields["method"] == "lora" else SAVES_SHARES
-        raise InexpressibleError(UnsupportedValue("sharding", "zero-3", "zero-2", why))
-    return deepspeed(fields)
-
-
-def _engine_file(plan: Plan) -> str:
-    """The file of DeepSpeed's for a plan, as config/zero_stage*_config.json have it."""
-    strategy = plan.strategy
-    zero: dict[str, object] = {
-        "stage": int(strategy.sharding[-1]),
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": 5e8,
-        "sub_group_size": 1e9,
-    }
-    if strategy.sharding == "zero-3":
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
-    for name, where in (("optimizer", strategy.offload_optimizer), ("param", strategy.offload_params)):
-        if where != "none":
-            zero[f"offload_{name}"] = {"device": where}
-    auto = dict.fromkeys(("train_batch_size", "gradient_accumulation_steps", "gradient_clipping"), "auto")
-    micro = {"train_micro_batch_size_per_gpu": plan.job.batch_size}
-    return json.dumps({"bf16": {"enabled": True}, **micro, **auto, "zero_optimization": zero}, indent=2) + "\n"
+    return {**({ENGINE_FILE: engine_file(plan)} if plan.strategy.sharding.startswith("zero") else {}), **start}
 
 
 def table(written: Callable[[Fields], Settings], *bindings: Binding | When) -> tuple[Binding | When, ...]:
@@ -371,22 +337,6 @@ def table(written: Callable[[Fields], Settings], *bindings: Binding | When) -> t
     )
 
 
-ZERO_2 = "--deepspeed_config_file config/zero_stage2_config.json"
-OFFLOADED = '"offload_optimizer": {"device": "cpu"}  # config/zero_stage%s_config.json, in "zero_optimization"'
-"""A line of the file that the launcher names."""
-
-
-def launched_by_deepspeed(stage: str, settings: Settings) -> list[str]:
-    """Its own script under a stage of ZeRO, as its pages start it (scripts/README_TRAIN.md)."""
-    launcher = f"accelerate launch --use_deepspeed {stage} --deepspeed_multinode_launcher standard"
-    return [f"{launcher} {settings['script']} ... --use_deepspeed"]
-
-
-def offloaded_by_deepspeed(stage: str, number: int, settings: Settings) -> list[str]:
-    """The same with the optimizer in host RAM, which its configs have with the weights alone."""
-    return ["\n".join([*launched_by_deepspeed(stage, settings), OFFLOADED % number])]
-
-
 MOVES = (
     Move({"expandable_segments": True}, "free"),
     Move({"gradient_checkpointing": "full"}, "one more forward pass"),
@@ -419,7 +369,7 @@ DIALECT = Dialect(
             write_plain,
             {"weights_dtype": "bf16", "adapter_dtype": "fp32 (bf16 with an engine)"},
             NO_FSDP,
-            with_deepspeed=_own_deepspeed,
+            with_deepspeed=own_deepspeed,
             context=lambda fields: {"script": LORA if fields["method"] == "lora" else FULL},
         ),
         Choice("method", {"full": {"script": FULL}, "lora": {"script": LORA}}, "these scripts train"),

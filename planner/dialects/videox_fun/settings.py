@@ -16,6 +16,7 @@ from planner.dialects.base.launchers import ON_HOST, by_fsdp, engine, launch_set
 from planner.dialects.base.layer_names import WAN_LAYERS, chosen_layers, in_wan
 from planner.dialects.base.script import Script
 from planner.dialects.easyanimate import settings as easyanimate
+from planner.dialects.easyanimate import zero_launch
 from planner.layout.adapters import is_named
 from planner.spec.job import SPLIT
 from planner.spec.plan import Plan
@@ -227,7 +228,7 @@ DIALECT = replace(
             easyanimate.write_plain,
             {"weights_dtype": "--mixed_precision", "adapter_dtype": "--mixed_precision"},
             _fsdp,
-            with_deepspeed=easyanimate.deepspeed,
+            with_deepspeed=zero_launch.deepspeed,
             context=_fsdp_context,
         ),
         FunctionPair(("method",), ("script",), _method, _write_method, {"method": "full, lora, by the script"}),
@@ -248,20 +249,20 @@ DIALECT = replace(
         Move(
             {"sharding": "zero-3", **DEEPSPEED},
             "weights too are sharded across the GPUs and gathered for every block",
-            words_for=partial(easyanimate.launched_by_deepspeed, f"{ZERO_3}.json"),
+            words_for=partial(zero_launch.launched_by_deepspeed, f"{ZERO_3}.json"),
             when=several_gpus,
         ),
         by_fsdp(lambda fields: {"weights_dtype": "fp32"} if fields["method"] == "full" else ADAPTERS_UNDER_FSDP),
         Move(
             {"sharding": "zero-3", **ON_HOST, **DEEPSPEED},
             "weights are gathered for every block, and the optimizer steps in host RAM",
-            words_for=partial(easyanimate.offloaded_by_deepspeed, f"{ZERO_3}.json", 3),
+            words_for=partial(zero_launch.offloaded_by_deepspeed, f"{ZERO_3}.json", 3),
             when=lambda fields: fields["method"] == "full" and several_gpus(fields),
         ),
         Move(
             {"sharding": "zero-3", **ON_HOST, "offload_params": "cpu", **DEEPSPEED},
             "weights come from host RAM for every block, and the optimizer steps there",
-            words_for=partial(easyanimate.launched_by_deepspeed, f"{ZERO_3}_cpu_offload.json"),
+            words_for=partial(zero_launch.launched_by_deepspeed, f"{ZERO_3}_cpu_offload.json"),
         ),
     ),
 )

@@ -13,7 +13,7 @@ from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.engine_files.deepspeed_file import zero_settings
 from planner.dialects.base.launchers import ALLOCATOR as EXPANDABLE
 from planner.dialects.base.script import from_file
-from planner.dialects.easyanimate.settings import ZERO_2, launched_by_deepspeed
+from planner.dialects.easyanimate.zero_launch import ZERO_2, launched_by_deepspeed
 from planner.errors import VplanError
 from planner.foreign.case import read_case
 from planner.foreign.check import Checked, check_case
