@@ -24,6 +24,7 @@ Costs = Mapping[tuple[str, ...], str]
 """What each option of a change costs, by how it is typed."""
 
 SLOWER = "slower, and "
+LAUNCHER = "accelerate launch"
 
 
 def costs_of(moves: Sequence[Move], words: Sequence[tuple[str, ...]], faster: bool = False) -> Costs:
@@ -54,11 +55,12 @@ def move_words(case: Case, other: Case, move: Move) -> Iterator[str]:
 
 
 def _as_typed(words: Sequence[str], assigns: str) -> str:
-    """The words of one change, ready to paste: flags behind each other, each key of a config on a line of its own."""
+    """The words of one change, ready to paste: flags behind each other, each key of a config on a line of its own. The
+    script stands between the launcher's flags and its own."""
     text = words[0]
     for before, word in itertools.pairwise(words):
         keys = not word.startswith("-") and assigns in word, not before.startswith("-") and assigns in before
-        text += ("\n" if any(keys) else " ") + word
+        text += ("\n" if any(keys) else " ... " if before.startswith(LAUNCHER) else " ") + word
     return text
 
 
@@ -92,7 +94,7 @@ def changed_words(case: Case, after: Fields, fields: frozenset[str]) -> Iterator
     }
     launcher = [words for name, words in typed.items() if name.startswith("launch:")]
     if launcher:
-        yield " ".join(["accelerate launch", *launcher])
+        yield " ".join([LAUNCHER, *launcher])
     yield from (words for name, words in typed.items() if not name.startswith("launch:"))
     for name in old if not new else left_out:  # else what is said now stands for what was said
         yield f"without {name.rpartition(':')[2]}"

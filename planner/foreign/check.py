@@ -115,7 +115,11 @@ def check_case(case: Case, search: bool = True) -> Checked:
     if not any(fix.outcome.estimate.verdict == "fits" for fix in fixes):
         together = LeastMemory(case, outcome, pricing)
         least = together.fix()
-        if least is not None and least.outcome.estimate.verdict == "fits":  # of more parts than are tried one by one
+        verdict = least.outcome.estimate.verdict if least else "no"
+        # Of more parts than are tried one by one; and tight, where nothing else is either.
+        if least is not None and (
+            verdict == "fits" or (verdict, outcome.estimate.verdict, fixes) == ("tight", "no", ())
+        ):
             fixes = (least, *fixes)
     if fixes:
         least, together = None, None

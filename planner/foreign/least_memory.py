@@ -56,15 +56,18 @@ class LeastMemory:
         self.always = tuple(move for move in self.moves if move.always)
 
     def fix(self) -> Fix | None:
-        """What needs least, replayed; where it fits, as much of it as is enough. None where nothing saves anything."""
-        best: Fix | None = None
+        """What needs least, replayed; where it fits, or is tight at least, as much of it as is enough. None where
+        nothing saves anything."""
+        best: tuple[Together, Fix] | None = None
         for sets in self._replayed():
             found = fix_of_changes(self.case, self.base, sets.moves, sets.changes, self.pricing)
             if found is not None and found.outcome.estimate.verdict == "fits":
                 return self.enough(sets, found)
-            if found is not None and (best is None or needs(found) + WORTH <= needs(best)):
-                best = found
-        return best
+            if found is not None and (best is None or needs(found) + WORTH <= needs(best[1])):
+                best = sets, found
+        if best is None or best[1].outcome.estimate.verdict == "no":
+            return best[1] if best else None
+        return self.enough(*best)
 
     def unrecorded(self) -> Iterator[str]:
         """The changes that nothing was recorded of, so that nobody knows whether they are enough."""
@@ -166,23 +169,23 @@ class LeastMemory:
         found = found or fix_of_changes(self.case, self.base, sets.moves, sets.changes, self.pricing)
         if found is None:
             return None
-        kept = [move for move in self.moves if move in sets.moves]
+        kept, verdict = [move for move in self.moves if move in sets.moves], found.outcome.estimate.verdict
         best = found
         for move in self._dearest_first(kept, frozenset(found.outcome.estimate.lossy)):
             fewer = [each for each in kept if each is not move]
-            fix = self._fitting(fewer)
+            fix = self._fitting(fewer, verdict)
             if fix is not None:
                 kept, best = fewer, fix
         mildest = fix_of_moves(self.case, self.base, kept, self.pricing)
-        return mildest if mildest is not None and mildest.outcome.estimate.verdict == "fits" else best
+        return mildest if mildest is not None and mildest.outcome.estimate.verdict == verdict else best
 
-    def _fitting(self, moves: Sequence[Move]) -> Fix | None:
-        """The fix that moves are as far as they go; None where they do not fit."""
+    def _fitting(self, moves: Sequence[Move], verdict: str) -> Fix | None:
+        """The fix that moves are as far as they go; None where it has not the verdict ("fits" or "tight")."""
         sets = self._set(moves) if moves else None
-        if sets is None or not self.pricing.may_be("fits", self.case.changed(sets.changes)):
+        if sets is None or not self.pricing.may_be(verdict, self.case.changed(sets.changes)):
             return None
         found = fix_of_changes(self.case, self.base, sets.moves, sets.changes, self.pricing)
-        return found if found is not None and found.outcome.estimate.verdict == "fits" else None
+        return found if found is not None and found.outcome.estimate.verdict == verdict else None
 
     def _dearest_first(self, moves: Sequence[Move], lossy: frozenset[str]) -> list[Move]:
         """The moves that may be left out: those that round numbers, then the trainer's last, which are dearer."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -47,33 +47,45 @@ class Fix:
 def smallest_changes(case: Case, base: CheckedEstimate, pricing: Pricing) -> tuple[tuple[Fix, ...], tuple[Fix, ...]]:
     """Changes that are enough, smallest first; then single changes that help at the decisive moment but are not enough.
 
-    Tight fixes are listed only if nothing fits. More moves are combined until one of the fixes is lossless. Moves that
-    everybody trains with (`Move.always`) are part of every fix; if they are enough, they are a fix of their own.
+    Tight fixes are listed only if nothing fits. More moves are combined until one of the fixes is lossless, those of
+    the last resort behind all others. Moves that everybody trains with (`Move.always`) are part of every fix; if they
+    are enough, they are a fix of their own.
     """
     known = moves_of(case)
-    always, moves = [move for move in known if move.always], [move for move in known if not move.always]
+    always = [move for move in known if move.always]
+    moves = sorted((move for move in known if not move.always), key=lambda move: move.last_resort)
     enough: dict[frozenset[int], Fix] = {}
     tight: dict[frozenset[int], Fix] = {}
     helps: list[Fix] = []
     first = 0 if always else 1
-    for size in range(first, MOST_PARTS + 1):
-        for chosen in map(frozenset, itertools.combinations(range(len(moves)), size)):
-            if any(done <= chosen for done in enough):  # a part of it does
-                continue
-            fix = fix_of_moves(case, base, [*always, *(moves[at] for at in sorted(chosen))], pricing)
-            verdict = fix.outcome.estimate.verdict if fix else ""
-            if fix is None or verdict == "no":
-                helps += [fix] if fix and size == first and _saved(base, fix) >= WORTH else []
-            elif verdict == "fits":
-                enough[chosen] = fix
-            elif base.estimate.verdict == "no" and not any(done <= chosen for done in tight):
-                tight[chosen] = fix
-        if any(not fix.lossy for fix in enough.values()):
-            break
+    for size, chosen in _combinations(moves, first, enough):
+        fix = fix_of_moves(case, base, [*always, *(moves[at] for at in sorted(chosen))], pricing)
+        verdict = fix.outcome.estimate.verdict if fix else ""
+        if fix is None or verdict == "no":
+            helps += [fix] if fix and size == first and _saved(base, fix) >= WORTH else []
+        elif verdict == "fits":
+            enough[chosen] = fix
+        elif base.estimate.verdict == "no" and not any(done <= chosen for done in tight):
+            tight[chosen] = fix
     useful = _without_idle(enough or tight)
     order = {id(fix): at for at, fix in enumerate(useful.values())}
     fixes = sorted(useful.values(), key=lambda fix: (_size(fix), fix.lossy, order[id(fix)]))
     return tuple(fixes), tuple(helps)
+
+
+def _combinations(
+    moves: Sequence[Move], first: int, enough: Mapping[frozenset[int], Fix]
+) -> Iterator[tuple[int, frozenset[int]]]:
+    """(size, moves by number), the smallest first, of which no part is enough, until one that is enough is lossless;
+    and behind them those with moves of the last resort."""
+    for last_resort in (False, True):
+        for size in range(first, MOST_PARTS + 1):
+            if any(not fix.lossy for fix in enough.values()):
+                return
+            for chosen in map(frozenset, itertools.combinations(range(len(moves)), size)):
+                of_the_last = any(moves[at].last_resort for at in chosen)
+                if of_the_last == last_resort and not any(done <= chosen for done in enough):
+                    yield size, chosen
 
 
 def _without_idle(fixes: dict[frozenset[int], Fix]) -> dict[frozenset[int], Fix]:
@@ -177,7 +189,8 @@ def fix_of_changes(
         outcome = pricing.outcome(other)
     except (InexpressibleError, NotRecordedError):
         return None
-    rounds = any(move.lossy for move in moves) or bool(set(outcome.estimate.lossy) & changes.keys())
+    changed = {name for name, value in changes.items() if case.fields.get(name) != value}
+    rounds = any(move.lossy for move in moves) or bool(set(outcome.estimate.lossy) & changed)
     lossy = rounds or _global_batch(other) != _global_batch(case)
     costs = costs_of(moves, words, faster=outcome.estimate.step_seconds < base.estimate.step_seconds)
     change = tuple(itertools.chain(*words))

@@ -134,6 +134,8 @@ class TrainerPolicy(EstimatePolicy):
 
     def _may_be_unsaid(self, unsaid: UnsupportedValue) -> bool:
         field = unsaid.field
+        if field == "grad_buckets" and field not in self.question.fixed:  # SimpleTuner has others with swapped blocks
+            return True
         return field in self.unwritten and (field in Job.model_fields or self.unwritten[field] == unsaid.value)
 
 

@@ -12,6 +12,7 @@ from planner.catalog.card_limits import BF16_ATTENTION_FROM
 from planner.catalog.shapes import check_job
 from planner.dialects.base.bindings import InexpressibleError
 from planner.dialects.base.dialect import Dialect, nearest_fields
+from planner.dialects.base.launchers import ON_HOST
 from planner.errors import VplanError
 from planner.foreign.export import (
     SLURM,
@@ -54,16 +55,22 @@ def suggest_for(question: Question, name: str, prefer: str = "speed") -> tuple[Q
     asked, found = _searched(question, dialect, prefer)
     if found.plan.verdict != "no":
         return asked, found
+    tight: tuple[Question, Suggestion] | None = None
     for other in _otherwise(question, dialect):
         with contextlib.suppress(VplanError):
             changed, answer = _searched(other, dialect, prefer)
             changed = changed._replace(fixed=question.fixed)
             if answer.plan.verdict != "no":
-                return changed, answer._replace(switches=(*_told(question, other), *answer.switches))
-            if _needs_less(answer.plan, found.plan):
+                told = changed, answer._replace(switches=(*_told(question, other), *answer.switches))
+                if _is_sure(answer.plan, tight[1].plan if tight else None):
+                    return told
+                tight = tight or told
+            elif _needs_less(answer.plan, found.plan):
                 lossless = tuple(wish for wish in found.relaxed if not wish.plan.lossy)
                 more = (wish for wish in answer.relaxed if wish.plan.lossy or not lossless)
                 asked, found = changed, answer._replace(relaxed=(*lossless, *more))
+    if tight is not None:
+        return tight
     return asked, _with_fewer_bits(found, dialect)
 
 
@@ -88,11 +95,19 @@ def fitting_for(question: Question, name: str) -> Estimate | None:
     dialect = dialects.writer(check_target(name), question.job.model)
     if (found := _fitting(question, dialect)) is not None:
         return found
+    tight: Estimate | None = None
     for other in _otherwise(question, dialect):
         with contextlib.suppress(VplanError):
-            if (found := _fitting(other, dialect)) is not None:
+            found = _fitting(other, dialect)
+            if found is not None and _is_sure(found, tight):
                 return found
-    return None
+            tight = tight or found
+    return tight
+
+
+def _is_sure(plan: Estimate, tight: Estimate | None) -> bool:
+    """Whether a plan fits, and rounds nothing more than one that was tight before it."""
+    return plan.verdict == "fits" and (tight is None or set(plan.lossy) <= set(tight.lossy))
 
 
 PLACES = frozenset({"text_encoder", "vae"})
@@ -104,11 +119,29 @@ def _otherwise(question: Question, dialect: Dialect) -> Iterator[Question]:
     and a quantised base, with the encoders where they were and elsewhere."""
     elsewhere = list(_encoders_elsewhere(question, dialect))
     yield from elsewhere
+    if question.job.method == "full":
+        yield from _full_otherwise(question, dialect, elsewhere)
     if "weights_dtype" in question.fixed or question.job.method != "lora":
         return
     for dtype in QUANTISED:
         for asked in (question, *elsewhere):
             yield typed(asked, {"weights_dtype": dtype})
+
+
+FORMATS = ("weights_dtype", "autocast", "master_weights")
+"""What a trainer without an engine decides together of trained weights."""
+
+
+def _full_otherwise(question: Question, dialect: Dialect, elsewhere: Sequence[Question]) -> Iterator[Question]:
+    """The question for full training with an optimizer of DeepSpeed's in host RAM, in the formats that the trainer has
+    without an engine, where a search found those of an engine alone, and with 8-bit states."""
+    now = nearest_fields(dialect, fields_of(plan_for(question, question.job, question.strategy)))
+    formats = {field: now[field] for field in FORMATS}
+    states = {"optimizer": "adamw-8bit"}
+    stepped = [{"sharding": "zero-2", **ON_HOST}] if question.machine.world == 1 else []  # no search tries it alone
+    for changes in (*stepped, formats, states, {**formats, **states}):
+        if not changes.keys() & question.fixed:
+            yield from (typed(asked, changes) for asked in (question, *elsewhere))
 
 
 def _encoders_elsewhere(question: Question, dialect: Dialect) -> Iterator[Question]:
@@ -215,6 +248,10 @@ def _said(dialect: Dialect, plan: Plan) -> Plan:
     return plan
 
 
+FOLLOWS = "grad_buckets"
+"""A field that a trainer decides by others (`TrainerPolicy` lets it be)."""
+
+
 def _as_trained(question: Question, dialect: Dialect) -> Question:
     """The question with what the trainer does otherwise in place of our defaults, said among the assumptions."""
     plan = plan_for(question, question.job, question.strategy)
@@ -247,7 +284,7 @@ def _as_trained(question: Question, dialect: Dialect) -> Question:
     # Where nothing that a search tries can be said, more and more of what the trainer does instead is taken for typed.
     own = {field: value for field, value in after.items() if field in Strategy.model_fields and value is not None}
     for held in ((), strategy_changes, {*strategy_changes, *PRECISION}, own):
-        narrowed = typed(asked, {field: own[field] for field in held if field in own})
+        narrowed = typed(asked, {field: own[field] for field in held if field in own and field != FOLLOWS})
         if candidates := TrainerPolicy(narrowed, dialect).all_candidates():
             _check_card(narrowed, dialect, candidates)
             return narrowed

@@ -66,6 +66,8 @@ class Move:
     """whether it rounds numbers, where no field of the strategy says so"""
     always: bool = False
     """whether nobody trains without it who knows of it: it saves memory and time and costs nothing"""
+    last_resort: bool = False
+    """whether it is tried only where no others are enough without loss, because it costs what no estimate counts"""
 
     @property
     def counts(self) -> bool:

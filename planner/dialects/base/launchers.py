@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePosixPath
 
 from planner.dialects.base.bindings import Fields, FunctionPair, InexpressibleError, Settings, UnsupportedValue
+from planner.dialects.base.dialect import Move
 from planner.dialects.base.engine_files.deepspeed_file import of_deepspeed, unknown_keys
 from planner.dialects.base.engine_files.fsdp_launch import (
     CLASSES,
@@ -103,9 +104,17 @@ ENGINE = (
 )
 """Fields that the launcher decides together."""
 
+ON_HOST = {"offload_optimizer": "cpu", "offload_gradients": "cpu"}
+"""An optimizer that steps in host RAM takes the gradients along."""
+
+SAVED_WHOLE: Settings = {"launch:--zero3_save_16bit_model": "true"}
+"""Without it accelerate's ``get_state_dict`` raises a ValueError under stage 3, when a script saves for the first time
+(rehearsed with accelerate 1.15 and deepspeed 0.19.8)."""
+
 _LAUNCH = (
     *("launch:--use_deepspeed", "launch:--zero_stage", "launch:--use_fsdp", "launch:--mixed_precision"),
     *("launch:--offload_optimizer_device", "launch:--offload_param_device"),
+    *("launch:--deepspeed_config_file", *SAVED_WHOLE, "--use_deepspeed"),
     *(OFFLOAD, VERSION, POLICY, CLASSES, LOADING),
 )
 
@@ -115,13 +124,14 @@ def engine(
     write_plain: Callable[[Fields], Settings],
     words: Mapping[str, str],
     fsdp: Support | str,
-    with_deepspeed: Settings | None = None,
+    with_deepspeed: Callable[[Fields], Settings] = lambda fields: {},
     context: Callable[[Fields], Settings] = lambda fields: {},
 ) -> FunctionPair:
     """What accelerate's launch decides: DDP, DeepSpeed's ZeRO or FSDP, and the number formats that go with them.
 
     `plain` gives weights_dtype, adapter_dtype and autocast without an engine; `write_plain` writes them, or raises.
-    `fsdp` says how a script trains under FSDP, or why none does. `with_deepspeed` are the script's own flags beside it;
+    `fsdp` says how a script trains under FSDP, or why none does. `with_deepspeed` gives what a script needs beside it,
+    of its own flags and the launcher's, or raises an InexpressibleError for a stage that it cannot train or save with;
     `context` gives the settings of other bindings that `plain` and `fsdp` read. DeepSpeed in bf16 keeps an fp32 master
     and no autocast (accelerate sets `bf16.enabled`; planner.spec.rules DEEPSPEED).
     """
@@ -143,7 +153,7 @@ def engine(
                 raise InexpressibleError(UnsupportedValue("sharding", "fsdp", "zero-3", units))
             settings = write_plain(fields | {"autocast": "bf16"}) | fsdp_settings(units) | offload
         else:
-            settings = _deepspeed_settings(fields, with_deepspeed or {})
+            settings = _deepspeed_settings(fields, with_deepspeed(fields))
         world = {name: fields[name] for name in ("gpus", "nodes") if name in fields}
         try:
             result = to_fields(settings | world | context(fields))
@@ -159,7 +169,7 @@ def engine(
     listed = dict.fromkeys(ENGINE, "accelerate launch") | dict(words)
     if isinstance(fsdp, str):
         listed["sharding"] = "accelerate launch, without FSDP"
-    return FunctionPair(ENGINE, (*_LAUNCH, *(with_deepspeed or ())), to_fields, to_settings, listed)
+    return FunctionPair(ENGINE, _LAUNCH, to_fields, to_settings, listed)
 
 
 def _engine_fields(launch: Settings, formats: Fields, fsdp: Support | str) -> Fields:
@@ -181,6 +191,25 @@ def _engine_fields(launch: Settings, formats: Fields, fsdp: Support | str) -> Fi
     if launch.get("launch:--use_fsdp"):
         return no_engine | fsdp_fields(launch, formats, fsdp)
     return no_engine | formats | {"sharding": "ddp" if several_gpus(launch) else "none"}
+
+
+def stage_3_notes(settings: Settings, fields: Fields) -> Iterator[str]:
+    """What ends a run under stage 3 when a script saves by accelerate's ``get_state_dict``."""
+    asked = settings.get("launch:--zero3_save_16bit_model", False)
+    in_file = settings.get("deepspeed:zero_optimization.stage3_gather_16bit_weights_on_model_save", False)
+    if fields["sharding"] == "zero-3" and "true" not in (str(asked).lower(), str(in_file).lower()):
+        yield "its first save ends it under ZeRO-3: accelerate launch --zero3_save_16bit_model true gathers the weights"
+
+
+def by_fsdp(trained: Callable[[Fields], Fields]) -> Move:
+    """FSDP, where a binding writes it. ``trained``: the number formats that a script has under it."""
+    no_engine = {"autocast": "none", "master_weights": "none", "offload_optimizer": "none", "offload_params": "none"}
+    return Move(
+        {"sharding": "fsdp"},
+        "weights are sharded across the GPUs and gathered for every block",
+        by_fields=lambda fields: ({"sharding": "fsdp", **no_engine, **trained(fields)},),
+        when=several_gpus,
+    )
 
 
 def half_precision(settings: Settings) -> str:

@@ -12,7 +12,7 @@ from planner.dialects.base.bindings import Fields, Fixed, FunctionPair, Settings
 from planner.dialects.base.commands import refused_flags
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_of, our_defaults, require_model
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import engine, launch_settings
+from planner.dialects.base.launchers import ON_HOST, engine, launch_settings, several_gpus
 from planner.dialects.base.layer_names import chosen_layers
 from planner.dialects.base.script import PythonCommand, Script
 from planner.errors import VplanError, quoted
@@ -154,6 +154,8 @@ DIALECT = Dialect(
             lambda fields: {"--mixed_precision": fields["autocast"]} if fields["autocast"] != "none" else {},
             {"weights_dtype": "--mixed_precision", "adapter_dtype": "fp32"},
             f"its checkpoints are written by one GPU unless DeepSpeed trains ({AT}:801)",
+            # Its own flag, which is "no" by default, is what accelerate is given.
+            with_deepspeed=lambda fields: {"--mixed_precision": "bf16"},
             context=lambda fields: {"--training_type": "lora" if fields["method"] == "lora" else "sft"},
         ),
         Fixed("gradient_checkpointing", "full", "its parser takes every word for true"),
@@ -176,7 +178,14 @@ DIALECT = Dialect(
         Move(
             {"sharding": "zero-2", **DEEPSPEED},
             "gradients and states are sharded across the GPUs, with an fp32 master",
-            when=lambda fields: fields["gpus"] * fields["nodes"] > 1,
+            when=several_gpus,
+        ),
+        # As configs/zero2_offload.yaml, for one GPU too. By finetune/README.md zero3_offload.yaml takes 28 GB where 13
+        # are priced, so it is not named.
+        Move(
+            {"sharding": "zero-2", **ON_HOST, **DEEPSPEED},
+            "the optimizer steps in host RAM",
+            when=lambda fields: fields["method"] == "full",
         ),
         Move({"validation_mode": "off"}, "no sample"),
     ),

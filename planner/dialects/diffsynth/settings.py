@@ -21,7 +21,7 @@ from planner.dialects.base.bindings import (
 from planner.dialects.base.commands import command_line, command_settings, parse_program, script_head
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_of, our_defaults, require_model, word_for
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
-from planner.dialects.base.launchers import engine, launch_settings, several_gpus
+from planner.dialects.base.launchers import ON_HOST, SAVED_WHOLE, engine, launch_settings, several_gpus, stage_3_notes
 from planner.dialects.base.layer_names import WAN_LAYERS
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import PythonCommand, Script
@@ -229,8 +229,17 @@ OPTIMIZERS = {
     "bitsandbytes.optim.Adam8bit": "adamw-8bit",
     "bitsandbytes.optim.PagedAdamW8bit": "adamw-8bit-paged",
     "prodigyopt.Prodigy": "prodigy",
-    "transformers.Adafactor": "adafactor",
 }
+ADAFACTOR = "transformers.Adafactor"
+
+
+def _optimizer(value: object) -> object:
+    if value == ADAFACTOR:  # runner.py gives every optimizer lr and weight_decay, and nothing else
+        fault = f"--customized_optimizer {ADAFACTOR} ends at once: it takes no lr beside its relative_step=True"
+        raise VplanError(fault, "use bitsandbytes.optim.AdamW8bit")
+    return one_of(OPTIMIZERS, "--customized_optimizer")(value)
+
+
 QUANTISED = {"bitsandbytes_nf4": "nf4", "torchao_int8_w8a16": "int8"}
 
 
@@ -345,6 +354,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{names} and VAE ({format_gib(int(nbytes))}) stay on the GPU beside the model in task sft"
     if settings.get("--enable_optimizer_cpu_offload"):
         yield f"--enable_optimizer_cpu_offload{MAY_NEED_LESS}"
+    yield from stage_3_notes(settings, fields)
     yield "one sample per step: there is no batch-size flag"
     if not _is_wan(profile.name) and fields["method"] == "lora":
         yield "LoRA estimated on the model's usual layers"
@@ -368,7 +378,10 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
         extra |= {"--max_timestep_boundary": most, "--min_timestep_boundary": least}
     text, train = script_head(plan), command_settings(settings)
     if plan.strategy.text_encoder == "cached":
-        caching = train | {"--task": "sft:data_process", "--offload_models": _listed(settings)[0]}
+        # Caching has no optimizer, without which DeepSpeed ends: "zero stage 2 requires an optimizer" (0.19.8).
+        by_engine = plan.strategy.sharding.startswith("zero")
+        alone = {name: value for name, value in train.items() if not (by_engine and name.startswith("launch:"))}
+        caching = alone | {"--task": "sft:data_process", "--offload_models": _listed(settings)[0]}
         text += command_line(caching, data | extra | {"--output_path": "models/train/cache"}, launcher)
         data = {"--dataset_base_path": "models/train/cache"}
     if plan.trainer.endswith(f"@{MODEL_OFFLOAD}"):
@@ -404,9 +417,6 @@ def _table(*bindings: Binding | When) -> tuple[Binding | When, ...]:
 
 def _is_full(fields: Fields) -> bool:
     return bool(fields["method"] == "full")
-
-
-ON_HOST = {"offload_optimizer": "cpu", "offload_gradients": "cpu"}
 
 
 def _split_words(settings: Settings) -> list[str]:
@@ -472,7 +482,7 @@ DIALECT = Dialect(
             "optimizer",
             "--customized_optimizer",
             "adamw",
-            one_of(OPTIMIZERS, "--customized_optimizer"),
+            _optimizer,
             word_for(OPTIMIZERS, "optimizer", "adamw"),
         ),
         engine(
@@ -480,6 +490,7 @@ DIALECT = Dialect(
             _write_plain,
             {"weights_dtype": "bf16; fp8, int8, nf4 for a frozen base", "adapter_dtype": "bf16"},
             NO_FSDP,
+            with_deepspeed=lambda fields: SAVED_WHOLE if fields["sharding"] == "zero-3" else {},
             context=lambda fields: {PATHS[0]: ",".join(files_of(fields))},
         ),
     ),

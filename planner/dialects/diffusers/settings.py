@@ -21,16 +21,16 @@ from planner.dialects.base.commands import command_line, command_settings, parse
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_of, our_defaults, require_model
 from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Move
 from planner.dialects.base.engine_files.fsdp_launch import Units, fsdp_notes
-from planner.dialects.base.launchers import engine, half_precision, launch_settings
+from planner.dialects.base.launchers import by_fsdp, engine, half_precision, launch_settings
 from planner.dialects.base.script import Script
 from planner.dialects.diffusers.adapted_layers import ADAPTED, ratios
 from planner.dialects.diffusers.bitsandbytes import BASE, BNB, DOUBLE, quantised_base
+from planner.dialects.diffusers.deepspeed import MOVES, deepspeed, deepspeed_notes
 from planner.dialects.diffusers.models import AT, DREAMBOOTH, READ_TOO, SCRIPTS
 from planner.dialects.diffusers.prompt_length import PROMPT_LENGTH
 from planner.layout.trainer_terms.diffusers import IN_LOOP, PARTS, PRIOR, REMOTE, SCALES_IN_FP32, WHOLE_TEXT_ENCODER
 from planner.spec.job import QUANTISED, SPLIT
 from planner.spec.plan import Plan
-from planner.spec.rules import DEEPSPEED
 
 
 def _script(fields: Fields) -> str:
@@ -406,6 +406,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if settings.get(BASE):
         yield f"the base is NF4, by {settings[BNB]} ({AT})"
     yield from fsdp_notes(settings, fields)
+    yield from deepspeed_notes(settings, fields)
     for flag in ("--do_fp8_training", "--fsdp_text_encoder"):
         if settings.get(flag):
             yield f"{flag}{MAY_NEED_LESS}"
@@ -500,11 +501,12 @@ DIALECT = Dialect(
             _plain,
             _write_plain,
             {
-                "sharding": "accelerate launch; FSDP with FLUX.2 and Z-Image",
+                "sharding": "accelerate launch, without ZeRO-3; FSDP with FLUX.2 and Z-Image",
                 "weights_dtype": "--mixed_precision",
                 "adapter_dtype": "bf16; fp32 otherwise, and under FSDP",
             },
             _fsdp,
+            with_deepspeed=deepspeed,
             context=lambda fields: {"script": _script(fields)},
         ),
         Fixed("optimizer_step", "foreach", "default torch.optim.AdamW"),
@@ -559,16 +561,8 @@ DIALECT = Dialect(
         Move({"optimizer": "adamw-8bit"}, "8-bit optimizer states"),
         Move({"vae_tiling": True}, "tiles are blended where they meet"),
         Move({"vae_slicing": True}, "one sample at a time"),
-        Move(
-            {"sharding": "zero-2", **DEEPSPEED},
-            "gradients and states are sharded across the GPUs, with an fp32 master",
-            when=lambda fields: fields["gpus"] * fields["nodes"] > 1,
-        ),
-        Move(
-            {"sharding": "zero-3", **DEEPSPEED},
-            "weights too are sharded across the GPUs and gathered for every block",
-            when=lambda fields: fields["gpus"] * fields["nodes"] > 1,
-        ),
+        *MOVES,
+        by_fsdp(lambda fields: {"weights_dtype": "bf16", "adapter_dtype": "fp32"}),
     ),
     files=files,
 )

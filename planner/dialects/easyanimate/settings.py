@@ -22,8 +22,18 @@ from planner.dialects.base.bindings import (
 from planner.dialects.base.commands import command_line, command_settings, parse_program, script_head
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults, require_model
 from planner.dialects.base.dialect import Dialect, Invocation, Move
-from planner.dialects.base.launchers import engine, launch_settings, several_gpus
+from planner.dialects.base.launchers import ON_HOST, engine, launch_settings, several_gpus
 from planner.dialects.base.script import Script
+from planner.dialects.easyanimate.zero_launch import (
+    ADAPTERS_ALONE,
+    ENGINE_FILE,
+    ZERO_2,
+    engine_file,
+    launched_by_deepspeed,
+    offloaded_by_deepspeed,
+    own_deepspeed,
+)
+from planner.errors import VplanError
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 
@@ -161,6 +171,14 @@ def _write_size(fields: Fields) -> Settings:
     return settings | ({"--train_batch_size": fields["batch_size"]} if fields["batch_size"] != 16 else {})
 
 
+def _own_plain(settings: Settings) -> Fields:
+    """Raises a VplanError for a LoRA under stage 3, whose base stays whole on every GPU."""
+    stage = int(settings.get("launch:--zero_stage", 2)) if settings.get("launch:--use_deepspeed") else 0
+    if settings.get("script") == LORA and stage == 3:
+        raise VplanError(f"ZeRO-3 does not split the model here: {ADAPTERS_ALONE}", "use --zero_stage 2")
+    return plain(settings)
+
+
 def plain(settings: Settings) -> Fields:
     """The transformer is loaded in bf16 and stays so, in full training too; adapters are made in fp32; accelerate's
     mixed precision adds autocast (`from_pretrained_2d`, `create_network`, `accelerator.prepare`)."""
@@ -196,7 +214,8 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
         yield Remark(
             "--use_deepspeed", "the script's flag alone starts no engine: accelerate launch --use_deepspeed does"
         )
-    if fields["sharding"].startswith("zero") and fields.get("gpus", 1) * fields.get("nodes", 1) == 1:
+    on_gpu = {fields["offload_optimizer"], fields["offload_params"]} == {"none"}
+    if fields["sharding"].startswith("zero") and on_gpu and not several_gpus(fields):
         yield Remark("--use_deepspeed", "on one GPU it shards nothing, and keeps fp32 masters beside")
 
 
@@ -229,6 +248,9 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
     modules = settings.get("--trainable_modules")
     if fields["method"] == "full" and modules not in (None, ["."], "."):
         yield "--trainable_modules is estimated as training everything: it needs at most this"
+    if fields["sharding"].startswith("zero") and not settings.get("launch:--deepspeed_config_file"):
+        what = "accelerate refuses its data loader under DeepSpeed, unless DeepSpeed's file says"
+        yield f"{what} train_micro_batch_size_per_gpu: --deepspeed_config_file config/zero_stage2_config.json"
     if settings.get("--enable_text_encoder_in_dataloader"):
         yield "--enable_text_encoder_in_dataloader is not estimated: the text encoder counts as on the GPU"
 
@@ -255,7 +277,8 @@ def shell_script(plan: Plan, settings: Settings, extra: Mapping[str, object]) ->
     }
     if plan.job.method == "full":
         own["--trainable_modules"] = "."
-    return {"train.sh": script_head(plan) + command_line(command_settings(settings), own, launcher)}
+    start = {"train.sh": script_head(plan) + command_line(command_settings(settings), own, launcher)}
+    return {**({ENGINE_FILE: engine_file(plan)} if plan.strategy.sharding.startswith("zero") else {}), **start}
 
 
 def table(written: Callable[[Fields], Settings], *bindings: Binding | When) -> tuple[Binding | When, ...]:
@@ -314,16 +337,6 @@ def table(written: Callable[[Fields], Settings], *bindings: Binding | When) -> t
     )
 
 
-ZERO_2 = "--deepspeed_config_file config/zero_stage2_config.json"
-ZERO_3 = "--zero_stage 3 --zero3_init_flag true --deepspeed_config_file config/zero_stage3_config.json"
-
-
-def launched_by_deepspeed(stage: str, settings: Settings) -> list[str]:
-    """Its own script under a stage of ZeRO, as its pages start it (scripts/README_TRAIN.md)."""
-    launcher = f"accelerate launch --use_deepspeed {stage} --deepspeed_multinode_launcher standard"
-    return [f"{launcher} {settings['script']} ... --use_deepspeed"]
-
-
 MOVES = (
     Move({"expandable_segments": True}, "free"),
     Move({"gradient_checkpointing": "full"}, "one more forward pass"),
@@ -334,6 +347,12 @@ MOVES = (
         "gradients and states are sharded across the GPUs, with an fp32 master",
         words_for=partial(launched_by_deepspeed, ZERO_2),
         when=several_gpus,
+    ),
+    Move(
+        {"sharding": "zero-2", **ON_HOST, **DEEPSPEED},
+        "the optimizer steps in host RAM",
+        words_for=partial(offloaded_by_deepspeed, ZERO_2, 2),
+        when=lambda fields: fields["method"] == "full",
     ),
 )
 
@@ -346,11 +365,12 @@ DIALECT = Dialect(
     table=table(
         _write_own_model,
         engine(
-            plain,
+            _own_plain,
             write_plain,
             {"weights_dtype": "bf16", "adapter_dtype": "fp32 (bf16 with an engine)"},
             NO_FSDP,
-            with_deepspeed={"--use_deepspeed": True},
+            with_deepspeed=own_deepspeed,
+            context=lambda fields: {"script": LORA if fields["method"] == "lora" else FULL},
         ),
         Choice("method", {"full": {"script": FULL}, "lora": {"script": LORA}}, "these scripts train"),
         *our_defaults("lora_targets"),

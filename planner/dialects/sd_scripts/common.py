@@ -17,6 +17,7 @@ from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer
 from planner.dialects.kohya import dataset_tables
 from planner.dialects.kohya.dataset_tables import DATASET
+from planner.dialects.sd_scripts.engine import SAVES_SHARES
 from planner.errors import VplanError
 from planner.spec.job import Bucket
 from planner.untrusted import flat
@@ -115,8 +116,11 @@ def changed_size(settings: Settings, before: Fields, after: Fields, step: int = 
     return dataset_tables.changed(settings, before, after, lambda table: shapes(settings, table, step), FLAGS)
 
 
-def shape_notes(fields: Fields) -> Iterator[str]:
-    """What datasets of several shapes have, where they have: the answer is of the one that needs most."""
+def shared_notes(fields: Fields) -> Iterator[str]:
+    """What goes for every script: of datasets of several shapes the answer is of the one that needs most, and stage 3
+    of ZeRO does not save what it trained."""
+    if fields["sharding"] == "zero-3":
+        yield f"ZeRO-3: {SAVES_SHARES}"
     if fields["buckets"]:
         batch = fields["batch_size"]
         each = [f"{one.height}x{one.width} at batch {one.batch_size or batch}" for one in fields["buckets"]]

@@ -11,6 +11,8 @@ from planner.spec.rules import DEEPSPEED
 
 AT = "sd-scripts 48d368f"
 FULL, LORA = "flux_train.py", "flux_train_network.py"
+SAVES_SHARES = f"under stage 3 its file has what one GPU has of the weights, most of them empty ({AT} `state_dict()`)"
+"""DeepSpeed leaves those of up to 100,000 numbers whole (``stage3_param_persistence_threshold``)."""
 
 
 def engine(settings: Settings) -> Fields:
@@ -52,7 +54,9 @@ def write_engine(fields: Fields, script: str, to_fields: Callable[[Settings], Fi
     that script makes of them; ``fp8``: its flag for a base in 8 bits."""
     settings: Settings = {"script": script}
     if fields["sharding"] == "fsdp":
-        raise InexpressibleError(UnsupportedValue("sharding", "fsdp", "zero-3", "its engine is DeepSpeed"))
+        raise InexpressibleError(UnsupportedValue("sharding", "fsdp", "zero-2", "its engine is DeepSpeed"))
+    if fields["sharding"] == "zero-3":
+        raise InexpressibleError(UnsupportedValue("sharding", "zero-3", "zero-2", SAVES_SHARES))
     if fields["sharding"] in SPLIT:
         settings |= {"--deepspeed": True, "--zero_stage": str(fields["sharding"])[-1], "--mixed_precision": "bf16"}
         for field, flag in (("offload_optimizer", "optimizer"), ("offload_params", "param")):

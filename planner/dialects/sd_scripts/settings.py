@@ -36,7 +36,7 @@ from planner.dialects.sd_scripts.common import (
     read_command,
     read_config,
     refuse_images_at_once,
-    shape_notes,
+    shared_notes,
 )
 from planner.dialects.sd_scripts.engine import AT, FULL, LORA, blocks_to_swap, engine, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
@@ -187,7 +187,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if fields["method"] == "full" and fields["weights_dtype"] in ("bf16", "fp16"):
         parts = f"weights, gradients and {fields['optimizer']} states"
         yield f"{parts} are in the mixed precision's format, {fields['weights_dtype']} ({AT} flux_train.py)"
-    yield from shape_notes(fields)
+    yield from shared_notes(fields)
     if fields["method"] == "lora":
         yield "LoRA estimated on the model's usual layers"
     if fields["model"] not in MODELS:

@@ -16,7 +16,7 @@ from planner.dialects.base.bindings import (
     Value,
 )
 from planner.dialects.base.dialect import Move
-from planner.dialects.base.launchers import several_gpus
+from planner.dialects.base.launchers import ON_HOST, several_gpus
 from planner.dialects.kohya.dataset_tables import DATASET
 from planner.dialects.sd_scripts.common import (
     OPTIMIZERS,
@@ -85,10 +85,10 @@ def engine_pair(
         "adapter_dtype": "fp32, bf16 (--full_bf16)",
         "autocast": "--mixed_precision",
         "master_weights": "with zero",
-        "sharding": "none, ddp, zero-1, zero-2, zero-3",
+        "sharding": "none, ddp, zero-1, zero-2",
         "offload_optimizer": "with zero",
         "offload_gradients": "with the optimizer",
-        "offload_params": "with zero-3",
+        "offload_params": "none",
     }
     settings = ("--mixed_precision", "--full_bf16", "--full_fp16", *flags, "--deepspeed", "--zero_stage")
     return FunctionPair(tuple(words), settings, to_fields, to_settings, words)
@@ -127,9 +127,13 @@ def step_pair(is_full: Callable[[Settings], bool]) -> FunctionPair:
     )
 
 
-SHARDED = tuple(
-    Move({"sharding": f"zero-{stage}", **DEEPSPEED}, f"{what} are sharded across the GPUs", when=several_gpus)
-    for stage, what in ((2, "gradients and states"), (3, "weights, gradients and states"))
+SHARDED = (
+    Move({"sharding": "zero-2", **DEEPSPEED}, "gradients and states are sharded across the GPUs", when=several_gpus),
+    Move(
+        {"sharding": "zero-2", **ON_HOST, **DEEPSPEED},
+        "the optimizer steps in host RAM",
+        when=lambda fields: fields["method"] == "full",
+    ),
 )
 """ZeRO by the scripts' own flags."""
 

@@ -34,7 +34,7 @@ from planner.dialects.sd_scripts.common import (
     read_command,
     read_config,
     refuse_images_at_once,
-    shape_notes,
+    shared_notes,
 )
 from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
@@ -172,7 +172,7 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
-    yield from shape_notes(fields)
+    yield from shared_notes(fields)
     if fields["gradient_checkpointing"] == "none":
         yield (
             "its own code of the model is priced as diffusers': in a rehearsal without checkpoints it took 7 % less, "

@@ -31,7 +31,7 @@ from planner.dialects.sd_scripts.common import (
     read_command,
     read_config,
     refuse_images_at_once,
-    shape_notes,
+    shared_notes,
 )
 from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
@@ -186,7 +186,7 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
-    yield from shape_notes(fields)
+    yield from shared_notes(fields)
     parts = (("CLIP-L, CLIP-G and T5-XXL", "text_encoder"), ("the VAE", "vae"))
     resident = [name for name, field in parts if fields[field] == "resident"]
     if resident:

@@ -36,7 +36,7 @@ from planner.dialects.sd_scripts.common import (
     read_command,
     read_config,
     refuse_images_at_once,
-    shape_notes,
+    shared_notes,
     size,
 )
 from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
@@ -46,6 +46,7 @@ from planner.dialects.sd_scripts.shared_bindings import (
     BUCKETS,
     COMPILE,
     OPTIMIZER,
+    SHARDED,
     VALIDATION,
     engine_pair,
     size_pair,
@@ -408,7 +409,7 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "the VAE stays on the GPU: --cache_latents is not given"
     if fields["attention"] == "math":
         yield f"no attention is chosen: the scores of all heads are held whole ({AT}); --sdpa is faster and needs less"
-    yield from shape_notes(fields)
+    yield from shared_notes(fields)
     if any("enable_bucket" in name and value for name, value in settings.items()) or settings.get("--enable_bucket"):
         yield "buckets have at most the pixels of the resolution: priced at that"
     if fields["method"] == "lora" and inside(settings, "class_tokens"):
@@ -544,6 +545,7 @@ DIALECT = Dialect(
             "second moments are row and column sums; the step runs inside backward, so nothing accumulates",
             when=lambda fields: fields["method"] == "full" and fields["gradient_accumulation"] == 1,
         ),
+        *SHARDED,
     ),
     files=lambda plan, settings: files(plan, settings, _flags(plan)),
 )

@@ -12,15 +12,22 @@ from planner.dialects.base.bindings import Choice, Fields, FunctionPair, Inexpre
 from planner.dialects.base.commands import parse_program
 from planner.dialects.base.dialect import MAY_NEED_LESS, Invocation, Move
 from planner.dialects.base.engine_files.fsdp_launch import OFFLOAD, VERSION, Units, fsdp_notes
-from planner.dialects.base.launchers import engine, launch_settings, several_gpus
+from planner.dialects.base.launchers import ON_HOST, by_fsdp, engine, launch_settings, several_gpus, stage_3_notes
 from planner.dialects.base.layer_names import WAN_LAYERS, chosen_layers, in_wan
 from planner.dialects.base.script import Script
 from planner.dialects.easyanimate import settings as easyanimate
+from planner.dialects.easyanimate import zero_launch
 from planner.layout.adapters import is_named
+from planner.spec.job import SPLIT
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 
 AT = "VideoX-Fun 804a425"
+ZERO_3 = (
+    "--zero_stage 3 --zero3_save_16bit_model true --zero3_init_flag true "
+    "--deepspeed_config_file config/zero_stage3_config"
+)
+"""As scripts/*/README_TRAIN.md start it."""
 
 
 def read_script(script: Script) -> Invocation | None:
@@ -130,6 +137,9 @@ def _fsdp(settings: Settings) -> Units | str:
     return Units(BLOCKS[folder], folder in NAMED, adapters=False, version=1)
 
 
+ADAPTERS_UNDER_FSDP = {"weights_dtype": "bf16", "adapter_dtype": "bf16"}
+
+
 def _fsdp_context(fields: Fields) -> Settings:
     return _write_method(fields) | ({"--use_ema": True} if fields["ema"] != "none" else {})
 
@@ -197,7 +207,8 @@ def _is_wan(settings: Settings) -> bool:
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from easyanimate.notes(settings, fields)
     yield from fsdp_notes(settings, fields)
-    if fields["sharding"] == "fsdp":
+    yield from stage_3_notes(settings, fields)
+    if fields["sharding"] in SPLIT:
         yield f"a text encoder that is split over the GPUs as well (videox_fun/dist/fsdp.py){MAY_NEED_LESS}"
     if fields["validation_mode"] == "on" and lookup.model(fields["model"]).experts > 1:
         what = "validation loads the other expert beside the trained one, which is not estimated"
@@ -217,7 +228,7 @@ DIALECT = replace(
             easyanimate.write_plain,
             {"weights_dtype": "--mixed_precision", "adapter_dtype": "--mixed_precision"},
             _fsdp,
-            with_deepspeed={"--use_deepspeed": True},
+            with_deepspeed=zero_launch.deepspeed,
             context=_fsdp_context,
         ),
         FunctionPair(("method",), ("script",), _method, _write_method, {"method": "full, lora, by the script"}),
@@ -238,8 +249,20 @@ DIALECT = replace(
         Move(
             {"sharding": "zero-3", **DEEPSPEED},
             "weights too are sharded across the GPUs and gathered for every block",
-            words_for=partial(easyanimate.launched_by_deepspeed, easyanimate.ZERO_3),
+            words_for=partial(zero_launch.launched_by_deepspeed, f"{ZERO_3}.json"),
             when=several_gpus,
+        ),
+        by_fsdp(lambda fields: {"weights_dtype": "fp32"} if fields["method"] == "full" else ADAPTERS_UNDER_FSDP),
+        Move(
+            {"sharding": "zero-3", **ON_HOST, **DEEPSPEED},
+            "weights are gathered for every block, and the optimizer steps in host RAM",
+            words_for=partial(zero_launch.offloaded_by_deepspeed, f"{ZERO_3}.json", 3),
+            when=lambda fields: fields["method"] == "full" and several_gpus(fields),
+        ),
+        Move(
+            {"sharding": "zero-3", **ON_HOST, "offload_params": "cpu", **DEEPSPEED},
+            "weights come from host RAM for every block, and the optimizer steps there",
+            words_for=partial(zero_launch.launched_by_deepspeed, f"{ZERO_3}_cpu_offload.json"),
         ),
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from planner.layout.encoders_vae.component_pass import component_bytes
 from planner.layout.phases import RGB
 from planner.layout.run import Run, Transform
+from planner.layout.run_records import ZeroSettings
 from planner.layout.sharding.zero import bucket_as_backward_begins, share_comes_back_in_fp32
 from planner.layout.trainer_terms.shared import (
     cache_kept_while_sampling,
@@ -84,6 +85,13 @@ def second_transformer(run: Run) -> None:
     run.free(run.phases.validation[-1][1], [second, away])
 
 
+def as_its_own_file(run: Run) -> None:
+    """config/zero_stage2_config.json has ``overlap_comm``; where a launch names another file, that says it."""
+    if run.facts.zero is None and run.strategy.sharding in ("zero-1", "zero-2"):
+        run.facts = run.facts._replace(zero=ZeroSettings(overlap=True))
+
+
+FIRST: tuple[Transform, ...] = (as_its_own_file,)
 TERMS: tuple[Transform, ...] = (
     loaded_in_fp32,
     all_at_start,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.zero import bucket_as_backward_begins
 from planner.layout.trainer_terms.easyanimate import (
+    as_its_own_file,
     cache_emptied_between_swaps,
     clips_kept,
     gradients_in_a_list,
@@ -31,6 +32,7 @@ def gradients_of_full_training(run: Run) -> None:
         gradients_in_a_list(run)
 
 
+FIRST: tuple[Transform, ...] = (as_its_own_file,)
 TERMS: tuple[Transform, ...] = (
     loaded_on_the_cpu,
     cache_emptied_between_swaps,

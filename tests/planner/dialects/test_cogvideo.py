@@ -9,7 +9,7 @@ from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
 from planner.foreign.case import read_case
-from planner.foreign.check import check_case
+from planner.foreign.check import Checked, check_case
 
 WORDS = {
     "--model_path": "THUDM/CogVideoX-2b",
@@ -70,3 +70,30 @@ def test_a_lora_lies_over_the_transformer_in_fp32(tmp_path: Path) -> None:
     checked = check_case(read_case(dialect, given, {}, {"gpu": "a100-80gb"}), search=False)
     allocated = checked.outcome.estimate.phases["train"].allocated_bytes / 2**30
     assert allocated == pytest.approx(11.18, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "gpu", "published_gb"),
+    [
+        ("CogVideoX-2b", "49x480x720", "24GB", 17),
+        ("CogVideoX-5b", "49x480x720", "48GB", 42),
+        ("CogVideoX1.5-5b", "81x768x1360", "80GB", 56),
+    ],
+)
+def test_a_fix_with_the_optimizer_in_host_ram_takes_what_its_readme_says(
+    model: str, size: str, gpu: str, published_gb: int, tmp_path: Path
+) -> None:
+    """finetune/README.md at 7a1af71: "1-GPU zero-2 + opt offload". It said that no option makes it fit."""
+    name = f"{model.partition('-')[0].lower()}-t2v"
+    words = f"train.py --model_path THUDM/{model} --model_name {name} --model_type t2v --training_type sft"
+    words = f"--num_processes 1 {words} --train_resolution {size} --mixed_precision bf16 --batch_size 1"
+
+    def check(launch: str) -> Checked:
+        (tmp_path / "train.sh").write_text(f"{launch} {words}\n")
+        machine = {"gpu": gpu, "host_ram": 256 << 30}
+        return check_case(read_case(*dialects.read_script(from_file(tmp_path / "train.sh")), {}, machine))
+
+    (fix,) = check("accelerate launch").fixes
+    then = check(fix.change[0]).outcome.estimate
+    assert (then.verdict, then.strategy.offload_optimizer) == ("fits", "cpu")
+    assert then.peak.device_bytes == pytest.approx(published_gb * 10**9, rel=0.05)

@@ -11,12 +11,14 @@ import pytest
 from planner import dialects
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.engine_files.deepspeed_file import zero_settings
+from planner.dialects.base.launchers import ALLOCATOR as EXPANDABLE
 from planner.dialects.base.script import from_file
-from planner.dialects.easyanimate.settings import ZERO_2, launched_by_deepspeed
+from planner.dialects.easyanimate.zero_launch import ZERO_2, launched_by_deepspeed
 from planner.errors import VplanError
 from planner.foreign.case import read_case
 from planner.foreign.check import Checked, check_case
 from planner.layout.run_records import ZeroSettings
+from planner.units import GIB
 
 EASY = "scripts/train.py --pretrained_model_name_or_path EasyAnimateV5.1-7b-zh-InP --video_sample_n_frames 49"
 BF16 = {"bf16": {"enabled": True}}
@@ -177,3 +179,90 @@ def test_without_mixed_precision_it_trains_in_fp32_and_is_refused(tmp_path: Path
         else:
             with pytest.raises(VplanError, match="trains in fp32"):
                 translate(dialect, given)
+
+
+FLUX = "scripts/flux/train_lora.py --pretrained_model_name_or_path black-forest-labs/FLUX.1-dev --use_peft_lora"
+Z_IMAGE = "scripts/z_image/train.py --pretrained_model_name_or_path Tongyi-MAI/Z-Image --trainable_modules ."
+PIXELS = "--image_sample_size 1024 --train_batch_size 1 --mixed_precision bf16"
+DIFFUSERS = "--resolution 1024 --train_batch_size 1 --mixed_precision bf16 --max_train_steps 1000"
+STABLE = "--pretrained_model_name_or_path stabilityai/stable-diffusion"
+SDXL = f"train_text_to_image_sdxl.py {STABLE}-xl-base-1.0 {DIFFUSERS}"
+SD3 = f"train_dreambooth_sd3.py {STABLE}-3.5-medium {DIFFUSERS}"
+KOHYA = "sdxl_train.py --pretrained_model_name_or_path sd_xl_base_1.0.safetensors --resolution 1024,1024 --sdpa"
+OFTEN = "--train_batch_size 1 --mixed_precision bf16 --cache_latents --cache_text_encoder_outputs"
+SHIPPED_2: dict[str, Any] = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8, "sub_group_size": 1e9}
+SHIPPED_3: dict[str, Any] = {"stage": 3, "reduce_bucket_size": 5e8, "sub_group_size": 1e9}
+"""config/zero_stage2_config.json and zero_stage3_config.json of EasyAnimate and VideoX-Fun, what is sized in them."""
+
+
+def checked(folder: Path, launch: str, words: str, gpu: str) -> Checked:
+    (folder / "train.sh").write_text(f"export {EXPANDABLE}\n{launch} {words}\n", encoding="utf-8")
+    machine = {"gpu": gpu, "host_ram": 128 * GIB}
+    return check_case(read_case(*dialects.read_script(from_file(folder / "train.sh")), {}, machine))
+
+
+def typed(folder: Path, words: str, change: tuple[str, ...], gpus: int) -> tuple[str, str]:
+    """(launcher, script and flags) of a command with a fix typed as it is said."""
+    launch = f"accelerate launch --num_processes {gpus}"
+    script, _, own = words.partition(" ")
+    for entry in change:
+        line, _, key = entry.partition("\n")
+        if key:  # a line of the file that the launcher names
+            stage = 3 if "stage3" in key else 2
+            file = folder / f"config/zero_stage{stage}_config.json"
+            file.parent.mkdir(exist_ok=True)
+            offloaded = json.loads("{" + key.partition("#")[0] + "}")
+            zero = {**(SHIPPED_3 if stage == 3 else SHIPPED_2), **offloaded}
+            file.write_text(json.dumps({**BF16, "zero_optimization": zero}), encoding="utf-8")
+        if line.startswith("accelerate launch"):
+            head, _, tail = line.removeprefix("accelerate launch ").partition(" ... ")
+            launch, line = f"{launch} {head.removesuffix(script)}", tail
+        own = f"{own} {line}"
+    return launch, f"{script} {own}"
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "wanted"),
+    [
+        (f"{Z_IMAGE} {PIXELS}", "2x24GB", '"offload_optimizer": {"device": "cpu"}  # config/zero_stage3_config.json'),
+        (f"{Z_IMAGE} {PIXELS}", "4x80GB", "--zero3_save_16bit_model true"),
+        (f"{FLUX} {PIXELS}", "2x24GB", "--fsdp_transformer_layer_cls_to_wrap FluxTransformerBlock"),
+        (f"{EASY} --train_batch_size 1 --mixed_precision bf16", "4x80GB", "config/zero_stage2_config.json"),
+        (SDXL, "2x24GB", "--zero_stage 2 --mixed_precision bf16 --offload_optimizer_device cpu"),
+        (SD3, "2x24GB", "--offload_optimizer_device cpu ... --checkpointing_steps 1000000"),
+        (f"{KOHYA} {OFTEN}", "2x24GB", "--deepspeed --zero_stage 2 --offload_optimizer_device cpu"),
+    ],
+)
+def test_a_fix_by_an_engine_does_what_is_said_of_it(words: str, gpu: str, wanted: str, tmp_path: Path) -> None:
+    """These said that no option makes it fit, or named a way that ends before its first step or cannot save."""
+    gpus = int(gpu[0])
+    found = checked(tmp_path, f"accelerate launch --num_processes {gpus}", words, gpu)
+    fix = next(fix for fix in found.fixes if wanted in "\n".join(fix.change))
+    assert (found.outcome.estimate.verdict, fix.outcome.estimate.verdict) == ("no", "fits")
+    then = checked(tmp_path, *typed(tmp_path, words, fix.change, gpus), gpu).outcome.estimate
+    said = fix.outcome.estimate
+    assert then.verdict == "fits"
+    assert said.strategy.sharding == then.strategy.sharding != "ddp"
+    assert then.peak.device_bytes == pytest.approx(said.peak.device_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("launch", "words", "note"),
+    [
+        ("--use_deepspeed --zero_stage 3", f"{Z_IMAGE} {PIXELS}", "its first save ends it under ZeRO-3"),
+        ("--use_deepspeed --zero_stage 2", f"{Z_IMAGE} {PIXELS}", "accelerate refuses its data loader under DeepSpeed"),
+        ("--use_deepspeed --zero_stage 2", SD3, "its first checkpoint ends it under DeepSpeed"),
+        ("--use_deepspeed --zero_stage 3", SDXL, "ZeRO-3: the weights that it saves at its end are one GPU's"),
+    ],
+)
+def test_what_ends_or_spoils_a_run_under_zero_is_said(launch: str, words: str, note: str, tmp_path: Path) -> None:
+    """Rehearsed on the CPU with accelerate 1.15 and deepspeed 0.19.8."""
+    (tmp_path / "train.sh").write_text(f"accelerate launch --num_processes 4 {launch} {words}\n", encoding="utf-8")
+    dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
+    assert any(note in each for each in translate(dialect, given).notes)
+    mended = f"{launch} --zero3_save_16bit_model true --deepspeed_config_file config/zero_stage2_config.json"
+    mended = mended.replace("stage2", "stage3") if "3" in launch else mended
+    words = f"{words} --checkpointing_steps 1000000"
+    (tmp_path / "train.sh").write_text(f"accelerate launch --num_processes 4 {mended} {words}\n", encoding="utf-8")
+    found = translate(*dialects.read_script(from_file(tmp_path / "train.sh"))).notes
+    assert any(note in each for each in found) == note.startswith("ZeRO-3")

@@ -8,6 +8,7 @@ import pytest
 
 from planner import dialects
 from planner.catalog import lookup
+from planner.catalog.shapes import job_for
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
@@ -169,3 +170,22 @@ def test_a_conditioner_in_the_model_is_there_without_its_encoders(tmp_path: Path
     away = "--task sft:train --offload_models " + ANIMA.partition(",")[2]
     encoders = 2 * (model.text_encoders[0].parameters + model.vae.parameters)
     assert loaded("") - loaded(away) == pytest.approx(encoders, rel=0.02)
+
+
+def test_stage_3_gathers_what_is_saved_and_caching_has_no_engine(tmp_path: Path) -> None:
+    """accelerate 1.15 raises a ValueError at the first save without the flag; deepspeed 0.19.8 an AssertionError where
+    stage 2 is given no optimizer."""
+    strategy = Strategy.read({"sharding": "zero-3", "text_encoder": "cached", "vae": "cached"})
+    plan = Plan(job=job_for(lookup.model("wan2.1-t2v-14b"), {}), strategy=strategy, machine=Machine(gpu="80GB", gpus=4))
+    caching, training = export(plan, "diffsynth", take_nearest=True).files["train.sh"].split("accelerate launch ")[1:]
+    assert "--zero3_save_16bit_model true" in training and "--task sft:train" in training
+    assert "--use_deepspeed" not in caching and "--task sft:data_process" in caching
+
+
+def test_adafactor_of_transformers_is_refused(tmp_path: Path) -> None:
+    """Its ``relative_step=True`` takes no lr, which runner.py gives to every optimizer (transformers 5)."""
+    files = f"{WAN}:diffusion_pytorch_model*.safetensors,{REST.format(WAN)}"
+    words = "--trainable_models dit --customized_optimizer transformers.Adafactor"
+    (tmp_path / "a.sh").write_text(COMMAND.format(files, words))
+    with pytest.raises(VplanError, match="ends at once"):
+        translate(*dialects.read_script(from_file(tmp_path / "a.sh")))

@@ -217,3 +217,16 @@ def test_to_make_no_sample_can_be_said_whatever_its_shape(target: str, tmp_path:
     sampled = bare.changed({"validation_mode": "on", **shape})
     (move,) = (move for move in moves_of(sampled) if move.changes.get("validation_mode") == "off")
     assert list(move_words(sampled, sampled.changed(move.changes), move))
+
+
+def test_changes_that_together_are_tight_are_told_where_nothing_fits(tmp_path: Path) -> None:
+    """It said that no option makes it fit, of what `suggest --for` called tight."""
+    model = "--pretrained_model_name_or_path stabilityai/stable-diffusion-3.5-large --resolution 1024"
+    words = f"train_dreambooth_sd3.py {model} --train_batch_size 1 --mixed_precision bf16"
+    start = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\naccelerate launch --num_processes 1"
+    (tmp_path / "train.sh").write_text(f"{start} {words}\n")
+    found = checked(tmp_path / "train.sh", gpu="80GB")
+    (fix,) = found.fixes
+    assert (found.outcome.estimate.verdict, fix.outcome.estimate.verdict) == ("no", "tight")
+    (tmp_path / "train.sh").write_text(f"{start} {words} {' '.join(fix.change)}\n")
+    assert checked(tmp_path / "train.sh", gpu="80GB").outcome.estimate.verdict == "tight"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from planner.allocator.implementation import alive, held
 from planner.catalog.shapes import grids
 from planner.errors import VplanError
+from planner.estimate.estimate import assess
 from planner.estimate.host_ram import disk_bytes, host_ram, ram_bytes
 from planner.estimate.stages import replay_stages
 from planner.estimate.traffic import traffic
@@ -433,3 +434,15 @@ def test_zero_on_more_gpus_never_needs_more(sharding: str) -> None:
         for gpus in (2, 3, 8, 64)
     ]
     assert found == sorted(found, reverse=True)
+
+
+def test_zero_3_has_the_whole_model_on_the_gpu_before_it_is_split() -> None:
+    """`vplan probe --runner rehearse` with deepspeed 0.19.8 and torch 2.13 allocated 2,872,813,056 bytes in load."""
+    asked = {"sharding": "zero-3", "offload_params": "cpu", "gradient_checkpointing": "full"}
+    job = Job(model="wan2.1-t2v-1.3b", frames=5, height=256, width=256)
+    configuration = Configuration.of(job, Strategy.read(asked), Machine(gpu="24GB", gpus=2))
+    found = assess(configuration, load_facts(configuration)).estimate
+    assert found.phases["load"].allocated_bytes == pytest.approx(2_872_813_056, rel=0.005)
+    larger = replace(configuration, job=job.replace(model="wan2.1-t2v-14b"))
+    refused = assess(larger, load_facts(larger)).estimate
+    assert (refused.verdict, refused.peak.phase) == ("no", "load")

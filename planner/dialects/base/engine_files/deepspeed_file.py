@@ -66,7 +66,10 @@ def of_deepspeed(document: Settings) -> Settings:
 
 
 def zero_settings(settings: Settings) -> ZeroSettings | None:
-    """The sizes that a launch's file sets; None where it sets none. Raises a VplanError for one that is no number."""
+    """The sizes that a launch's file sets, else DeepSpeed's; None where it names no file. Raises a VplanError for one
+    that is no number."""
+    if not any(name.startswith(DEEPSPEED) for name in settings):
+        return None
     given = {field: settings.get(f"{DEEPSPEED}{ZERO}{key}") for key, field in SIZES.items()}
     found: dict[str, Any] = {}
     for field, value in given.items():
@@ -75,7 +78,7 @@ def zero_settings(settings: Settings) -> ZeroSettings | None:
         if field != "overlap" and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
             raise VplanError(f"{quoted(value)} is no number of elements", "write 500000000, or 5e8")
         found[field] = bool(value) if field == "overlap" else int(value)
-    return ZeroSettings(**found) if found else None
+    return ZeroSettings(**found)
 
 
 def unknown_keys(document: Settings) -> tuple[str, ...]:
