@@ -75,18 +75,24 @@ static struct meeting *meeting_of(const char *name)
    make seven on one GPU. */
 static int alone[MOST_CARDS];
 
-EXPORT int ncclCommInitRank(struct communicator **made, int ranks, struct id id, int rank)
+static struct communicator *new_communicator(int ranks, struct id id, int rank, int device)
 {
     struct communicator *communicator = calloc(1, sizeof *communicator);
     communicator->id = id;
     communicator->rank = rank;
     communicator->ranks = ranks;
-    communicator->device = vg_current_device();
+    communicator->device = device;
     communicator->bytes = (int64_t)vg_number_from_environment("VPLAN_GPU_NCCL_BYTES", 0);
     if (ranks == 1 && alone[communicator->device]++)
         communicator->bytes = 0;
     vg_touch_card(communicator->device);
     vg_charge_outside(communicator->device, communicator->bytes);
+    return communicator;
+}
+
+EXPORT int ncclCommInitRank(struct communicator **made, int ranks, struct id id, int rank)
+{
+    struct communicator *communicator = new_communicator(ranks, id, rank, vg_current_device());
     if (ranks > 1 && ranks <= MOST_RANKS)
         communicator->meeting = meeting_of(id.text);
     if (communicator->meeting)
@@ -108,10 +114,7 @@ EXPORT int ncclCommInitAll(struct communicator **made, int ranks, const int *dev
     struct id id;
     ncclGetUniqueId(&id);
     for (int rank = 0; rank < ranks; rank++) {
-        ncclCommInitRank(&made[rank], 1, id, 0); /* one process: nobody to wait for */
-        made[rank]->rank = rank;
-        made[rank]->ranks = ranks;
-        made[rank]->device = devices ? devices[rank] : rank;
+        made[rank] = new_communicator(ranks, id, rank, devices ? devices[rank] : rank); /* one process: no meeting */
     }
     return SUCCESS;
 }
