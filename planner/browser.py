@@ -22,8 +22,8 @@ from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import in_words
 from planner.commands import cli
 from planner.commands._shared.oom import explained
-from planner.commands._shared.rendering.render import VERDICTS
 from planner.commands._shared.rendering.render_fixes import MOST_FIXES
+from planner.commands._shared.rendering.verdict_words import VERDICTS
 from planner.commands._shared.verb import verdict_exit_code
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file

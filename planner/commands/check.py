@@ -20,6 +20,8 @@ from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
 from planner.commands._shared.rendering.render import print_verdict, print_windows
 from planner.commands._shared.rendering.render_fixes import (
+    MOST_FIXES,
+    fix_lines,
     print_as_lora,
     print_fixes,
     print_helps,
@@ -136,7 +138,8 @@ def command(
     if output:
         save_plan(plan, output)
     if report:
-        write_report(report, [(output or "plan.toml", plan)])
+        changes = fix_lines(found.outcome.estimate, found.fixes[:MOST_FIXES])
+        write_report(report, [(output or "plan.toml", plan)], changes=changes)
     answer = found.to_json() | ({"whole_job": whole.to_json()} if whole else {})
     show(answer, as_json, lambda console: print_checked(console, found, whole))
     code = verdict_exit_code(found.outcome.estimate.verdict, strict=strict)

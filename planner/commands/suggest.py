@@ -30,6 +30,7 @@ from planner.commands._shared.gpu_count import (
     refuse_limits,
 )
 from planner.commands._shared.rendering import render, render_job, render_rows
+from planner.commands._shared.rendering.render_relaxed import relaxed_lines
 from planner.commands._shared.request import (
     TypedQuestion,
     answer_with_samples,
@@ -221,7 +222,8 @@ def _for_one(
     if to.output:
         save_plan(suggestion.to_plan(asked.trainer), to.output)
     if to.report:
-        write_report(to.report, [(to.output or "plan.toml", suggestion.to_plan(asked.trainer))])
+        plans = [(to.output or "plan.toml", suggestion.to_plan(asked.trainer))]
+        write_report(to.report, plans, changes=relaxed_lines(suggestion))
     answer = suggestion.to_json(time.perf_counter() - started) | _json(whole, even)
     answer |= counted.to_json() if counted else {}
 
@@ -280,7 +282,7 @@ def _for_trainer(
     elif to.output and suggestion.plan.verdict != "no":
         written = [str(path) for path in write_files(export(plan, target), Path(to.output), forced())]
     if to.report:
-        write_report(to.report, [(to.output or "plan.toml", plan)])
+        write_report(to.report, [(to.output or "plan.toml", plan)], changes=relaxed_lines(suggestion))
 
     def render_all(console: Console) -> None:
         render.print_suggestion(console, question, suggestion, whole)

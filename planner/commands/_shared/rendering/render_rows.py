@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from planner.catalog import lookup
-from planner.commands._shared.rendering.render import VERDICTS, print_data
+from planner.commands._shared.rendering.render import print_data
 from planner.commands._shared.rendering.render_job import seconds_words, span_words
+from planner.commands._shared.rendering.verdict_words import VERDICTS
 from planner.commands._shared.verb import table
 from planner.spec.job import Job
 from planner.spec.plan import Estimate
