@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 
-from planner.catalog import card_lookup
 from planner.catalog.card_profiles import GpuProfile
 from planner.dialects.base import cli_words
 from planner.foreign.export import export_targets
@@ -20,8 +19,10 @@ def verdict(title: str, gpu: GpuProfile, answer: Estimate) -> str:
     job = answer.job
     shape = f"{job.frames} x {job.height} x {job.width}" if job.frames > 1 else f"{job.height} x {job.width}"
     count = f"{answer.machine.world} x " if answer.machine.world > 1 else ""
-    card = gpu.title.replace(", as ", " (") + ")" if ", as " in gpu.title else gpu.title
-    card = card if answer.machine.world > 1 or card_lookup.gpu_class(gpu.name) is None else f"a {card}"
+    card, is_class, priced_as = gpu.title.partition(", as ")
+    if is_class:
+        several = answer.machine.world > 1
+        card = f"{card}s ({priced_as})" if several else f"{'an' if card.startswith('8') else 'a'} {card} ({priced_as})"
     activity = {"lora": "LoRA training", "full": "full fine-tuning", "sample": "sampling"}[job.method]
     batch = f", batch {job.batch_size}" if job.batch_size > 1 else ""
     need = f"it needs {gib(answer.peak.device_bytes):.1f} of {gib(answer.budget_bytes):.1f} GiB"

@@ -17,12 +17,12 @@ from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import in_words
 from planner.commands._shared.rendering.render_job import seconds_words, whole_words
 from planner.commands._shared.rendering.render_relaxed import flag_words, other_kind, print_relaxed
-from planner.commands._shared.rendering.verdict_words import VERDICTS, need_words
+from planner.commands._shared.rendering.verdict_words import AS, VERDICTS, card_words, count_words, need_words
 from planner.commands._shared.verb import table, typed_line
 from planner.dialects.base import cli_words
 from planner.estimate.pinned_ram import HALVED
 from planner.estimate.working_set import headline
-from planner.spec.job import Machine, Strategy
+from planner.spec.job import Strategy
 from planner.spec.plan import Estimate, Plan
 from planner.spec.wording import ways
 from planner.units import GIB, format_gib, format_seconds, gib
@@ -40,16 +40,8 @@ if TYPE_CHECKING:
 BAR_WIDTH = 48
 NUMBERED = 32
 """Cells of a bar whose numbers stand beside it, in 80 columns."""
-AS = ", as "
-"""Between a class of cards and the card that it is priced as."""
 INDENT = " " * 6
 """Before what continues the line of a plan."""
-
-
-def count_words(machine: Machine) -> str:
-    """The number of cards in words, to stand before the card's name: "2 nodes of 8 x "; empty for one card."""
-    nodes = f"{machine.nodes} nodes of " if machine.nodes > 1 else ""
-    return nodes + (f"{machine.gpus} x " if machine.gpus > 1 else "")
 
 
 def print_answer(console: Console, question: Question, found: Estimate) -> None:
@@ -71,11 +63,9 @@ def print_verdict(console: Console, found: Estimate, what: str, card: GpuProfile
 
     word, style = VERDICTS[found.verdict]
     line = Text(word, style)
-    title, is_class, _ = card.title.partition(AS)
-    count = count_words(found.machine) or (("an " if title.startswith("8") else "a ") if is_class else "")
     reserve = found.machine.reserve
     kept = f", {format_gib(reserve)} of it kept free" if reserve else ""
-    line.append(f": {what}, on {count}{title}{kept}", "default")
+    line.append(f": {what}, on {card_words(found.machine, card)}{kept}", "default")
     console.print(line)
     console.print(bar(console, found))
     if said := headline(found.assumptions):
