@@ -9,6 +9,7 @@ from planner.dialects.base import cli_words
 from planner.foreign.export import export_targets
 from planner.spec.job import Strategy
 from planner.spec.plan import Estimate, Plan
+from planner.spec.rules import resolve
 from planner.units import gib
 
 VERDICTS = {"fits": "fits", "tight": "is tight", "no": "does not fit"}
@@ -45,7 +46,8 @@ def next_command(name: str, plan: Plan, answer: Estimate) -> str:
     """The command that writes this plan for whoever has only the page; or, where it does not fit, that looks for one
     that does."""
     if answer.verdict == "no":
-        return cli_words.command("suggest", plan.job, Strategy(), plan.machine, name) + _as_trained(plan)
+        unforced = resolve(plan.job, Strategy(), plan.machine)
+        return cli_words.command("suggest", plan.job, unforced, plan.machine, name) + _as_trained(plan)
     asked = cli_words.command("estimate", plan.job, plan.strategy, plan.machine, name)
     return asked if asked == shlex.join(["vplan", "estimate", name]) else f"{asked} -o {shlex.quote(name)}"
 

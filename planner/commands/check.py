@@ -34,6 +34,7 @@ from planner.commands._shared.rendering.render_fixes import (
     print_unrecorded,
 )
 from planner.commands._shared.rendering.render_job import whole_words
+from planner.commands._shared.rendering.wrapping import print_lines, wrapped
 from planner.commands._shared.verb import (
     DOES_NOT_START,
     DONE,
@@ -240,7 +241,7 @@ def print_checked(console: Console, found: Checked, whole: WholeJob | None = Non
         console.print()
         console.print("as read:", markup=False)
     for note in found.assumptions:
-        console.print(f"  {note}", style="dim", markup=False)
+        print_lines(console, wrapped(f"  {note}", console.width, "  "), "dim")
     _print_remarks(console, "no longer exists", case.given.removed)
     _print_remarks(console, "has no effect here", found.ineffective)
     unknown = [name for name in case.given.unknown if name not in {each.flag for each in refused}]

@@ -18,12 +18,14 @@ from planner.catalog.shapes import in_words
 from planner.commands._shared.rendering.render_job import seconds_words, whole_words
 from planner.commands._shared.rendering.render_relaxed import flag_words, other_kind, print_relaxed
 from planner.commands._shared.rendering.verdict_words import AS, VERDICTS, card_words, count_words, need_words
+from planner.commands._shared.rendering.wrapping import INDENT, command_lines, print_command, print_notes
 from planner.commands._shared.verb import table, typed_line
 from planner.dialects.base import cli_words
 from planner.estimate.pinned_ram import HALVED
 from planner.estimate.working_set import headline
 from planner.spec.job import Strategy
 from planner.spec.plan import Estimate, Plan
+from planner.spec.rules import resolve
 from planner.spec.wording import ways
 from planner.units import GIB, format_gib, format_seconds, gib
 
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
 BAR_WIDTH = 48
 NUMBERED = 32
 """Cells of a bar whose numbers stand beside it, in 80 columns."""
-INDENT = " " * 6
-"""Before what continues the line of a plan."""
 
 
 def print_answer(console: Console, question: Question, found: Estimate) -> None:
@@ -82,7 +82,7 @@ def print_assumptions(console: Console, question: Question, found: Estimate | No
     if AS in question.gpu.title:
         notes.insert(0, question.gpu.title.replace(AS, " as "))
     if notes:
-        console.print(f"assumed: {'; '.join(notes)}", style="dim")
+        print_notes(console, "assumed", notes)
 
 
 def _assumed(question: Question, found: Estimate | None) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ def print_next(console: Console, found: Estimate, output: str | None) -> None:
     if found.verdict == "no":
         if context is None or context.info_name != "estimate":  # others say themselves what would fit
             return
-        said = cli_words.command("suggest", found.job, Strategy(), found.machine)
+        said = cli_words.command("suggest", found.job, resolve(found.job, Strategy(), found.machine), found.machine)
     elif output is None:
         said = typed_line("-o", "plan.toml")
     elif found.verdict == "tight":
@@ -113,7 +113,7 @@ def print_next(console: Console, found: Estimate, output: str | None) -> None:
     else:
         said = shlex.join(["vplan", "train", output]) + " --data DIR --output DIR --weights DIR"
     console.print()
-    console.print(f"next: {said}", style="bold", markup=False, soft_wrap=True)
+    print_command(console, "next: ", said)
 
 
 def print_estimate(console: Console, found: Estimate, whole: WholeJob | None = None) -> None:
@@ -266,14 +266,9 @@ def runners_up(plans: Iterable[Estimate]) -> Table:
 
 def print_flags(console: Console, switches: Iterable[Switch]) -> None:
     """Prints the options that give `vplan estimate` the same plan, broken between options as a shell reads them."""
-    lines: list[str] = []
-    for flag in (flag_words(switch.field, switch.after) for switch in switches):
-        if lines and len(INDENT) + len(lines[-1]) + len(flag) + 3 <= console.width:
-            lines[-1] += f" {flag}"
-        else:
-            lines.append(flag)
-    for place, line in enumerate(lines):
-        console.print(INDENT + line + (" \\" if place < len(lines) - 1 else ""), markup=False, soft_wrap=True)
+    flags = [flag_words(switch.field, switch.after) for switch in switches]
+    for line in command_lines(INDENT, flags, console.width) if flags else ():
+        console.print(line, markup=False, soft_wrap=True)
 
 
 HIDDEN = 0.01

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from planner.commands._shared.rendering.verdict_words import VERDICTS, need_words
+from planner.commands._shared.rendering.wrapping import print_lines, wrapped
 from planner.spec.plan import Estimate
 from planner.spec.wording import ways
 from planner.units import GIB, format_gib, gib
@@ -30,11 +31,12 @@ def print_relaxed(console: Console, found: Suggestion) -> None:
     console.print(f"this is the smallest plan found{_short_of(plan, relax)}")
     if (missing := found.unrecorded) is not None:
         flags = flag_words(missing.field, missing.value)
-        console.print(f"not recorded, so not searched, and may need less: {flags}; to record it: {missing.record}")
+        unsearched = f"not recorded, so not searched, and may need less: {flags}; to record it: `{missing.record}`"
+        print_lines(console, wrapped(unsearched, console.width))
     if not relax:
         console.print("no single change makes it fit", style="bold")
         for line in _beyond(found):
-            console.print(f"  {line}")
+            print_lines(console, wrapped(f"  {line}", console.width, "    "))
         return
     console.print("to make it fit, change one of:", style="bold")
     for wish in relax:
