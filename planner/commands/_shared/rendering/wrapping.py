@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MOST_LINES = 3
-"""Lines of a paragraph; what is longer is a list."""
+"""Lines of a paragraph."""
 INDENT = " " * 6
 """Before what continues the line of a plan or of a command."""
 _WORD = re.compile(r"`[^`]*`\S*|\S+")
@@ -35,11 +35,14 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def print_notes(console: Console, heading: str, notes: Iterable[str], style: str = "dim") -> None:
-    """Notes behind a heading, in a paragraph; as a list where it would be long."""
-    notes = list(notes)
-    lines = wrapped(f"{heading}: {'; '.join(notes)}", console.width)
-    if len(lines) > MOST_LINES:
-        lines = [f"{heading}:", *(line for note in notes for line in wrapped(f"  {note}", console.width, "  "))]
+    """Notes behind a heading, in a paragraph. Where that would be long, the longest notes stand above it, each alone:
+    they tell more than what is usual."""
+    together, alone = list(notes), list[str]()
+    while len(lines := wrapped(f"{heading}: {'; '.join(together)}", console.width)) > MOST_LINES and together[1:]:
+        alone.append(max(together, key=len))
+        together.remove(alone[-1])
+    for note in alone:
+        print_lines(console, wrapped(note, console.width), style)
     print_lines(console, lines, style)
 
 
