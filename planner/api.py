@@ -23,6 +23,7 @@ from planner.commands import check as check_command
 from planner.commands import estimate as estimate_command
 from planner.commands import suggest as suggest_command
 from planner.commands._shared.rendering import render
+from planner.commands._shared.rendering.verdict_words import VERDICTS
 from planner.commands._shared.request import question_of
 from planner.errors import VplanError
 from planner.foreign import export as exports
@@ -129,7 +130,7 @@ class EstimateAnswer(_Shown, Estimate):
 
     def _short(self) -> str:
         need, budget = gib(self.peak.device_bytes), gib(self.budget_bytes)
-        words = render.VERDICTS[self.verdict][0]
+        words = VERDICTS[self.verdict][0]
         return f"{self.job.model} {self.job.method} on {self.machine.gpu} {words}: {need:.2f} of {budget:.2f} GiB"
 
 

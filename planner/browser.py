@@ -22,8 +22,8 @@ from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import in_words
 from planner.commands import cli
 from planner.commands._shared.oom import explained
-from planner.commands._shared.rendering.render import VERDICTS
 from planner.commands._shared.rendering.render_fixes import MOST_FIXES
+from planner.commands._shared.rendering.verdict_words import AS, VERDICTS, card_words
 from planner.commands._shared.verb import verdict_exit_code
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
@@ -41,6 +41,8 @@ PASTED = "pasted"
 """The name of the file that holds what was pasted, without its ending."""
 
 ERROR = f"{PASTED}.log"
+WORTH_GIB = 0.5
+"""Host RAM that a change must add or save to be told."""
 LONGEST = 10**6
 """Characters of a paste."""
 
@@ -280,11 +282,12 @@ def _judged(found: Estimate) -> Shown:
     word = VERDICTS[found.verdict][0].capitalize()
     why = " There is not enough host RAM." if found.limit == "host" else ""
     card = card_lookup.parse_gpus(found.machine.gpu)[1]
+    priced_as = card.title.partition(AS)[2]
     usable = "" if found.machine.host_ram is None else f" of {format_gib(found.machine.host_ram)}"
     return {
         "verdict": found.verdict,
         "sentence": f"{word}: needs {need:.1f} GiB ({low:.1f} to {high:.1f}) of {budget:.1f} GiB usable.{why}",
-        "job": f"{_job(found)}, on {card.title}",
+        "job": f"{_job(found)}, on {card_words(found.machine, card)}" + (f" (as {priced_as})" if priced_as else ""),
         "bar": {"need": need, "low": low, "high": high, "budget": budget},
         "facts": [
             ("Step", f"{format_seconds(found.step_seconds)} (estimated)"),
@@ -311,6 +314,8 @@ def _named(switch: dict[str, Any]) -> str:
 def _effect(before: Estimate, after: Estimate, fix: dict[str, Any]) -> str:
     low, high = gib(after.low_bytes), gib(after.high_bytes)
     seconds = f"{after.step_seconds - before.step_seconds:+.2f} s/step"
+    ram = gib(after.host_ram_bytes - before.host_ram_bytes)
+    seconds += f", host RAM {ram:+.1f} GiB" if abs(ram) >= WORTH_GIB else ""
     kind = "gives up quality" if fix["lossy"] else "lossless"
     need = f"{gib(after.peak.device_bytes):.1f} GiB ({low:.1f} to {high:.1f})"
     return f"{VERDICTS[after.verdict][0]}, {need}, {seconds}, {kind}" + (f": {fix['cost']}" if fix["cost"] else "")

@@ -29,6 +29,7 @@ def write(
     rows: Sequence[Row] = (),
     probes: Sequence[Mapping[str, Any]] = (),
     compared: Sequence[Comparison] = (),
+    changes: Sequence[tuple[str, str]] = (),
     command: str = "",
     created: str | None = None,
 ) -> None:
@@ -37,7 +38,8 @@ def write(
     ``plans``: (name, plan), shown one after another and, when several, side by side. ``rows``: measurements to compare
     with, beside those that come with vplan. ``probes``: rows of our own as `planner.evidence.jsonl` reads them, each
     shown with its outcome. ``compared``: as `planner.evidence.accuracy.compare` gives them, for a page of their own.
-    ``command``: what makes this page again. ``created``: ISO 8601; now, when left out.
+    ``changes``: (what to change, what that does) that make the plan fit. ``command``: what makes this page again.
+    ``created``: ISO 8601; now, when left out.
     """
     from datetime import UTC, datetime
 
@@ -56,7 +58,8 @@ def write(
         points = timeline.POINTS // max(len(plans), 1)  # many plans on a page are told in less detail each
         with progress_bar("report", data.PARTS * len(plans)) as progress:
             plan_pages = tuple(
-                data.Builder(name, plan, measured, probes, points).data(share.shared, progress) for name, plan in plans
+                data.Builder(name, plan, measured, probes, points, changes).data(share.shared, progress)
+                for name, plan in plans
             )
     content = page.Page(
         title=_title(plan_pages),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import platform
-import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -20,12 +19,11 @@ from planner.estimate.step_moments import StepMoment, moments
 from planner.evidence import accuracy
 from planner.evidence.accuracy import Comparison, Prediction
 from planner.evidence.published import Row
-from planner.foreign.export import export_targets
 from planner.hardware.memory_trace import Overlay
 from planner.layout.recordings import Library, load_facts
 from planner.layout.run import Facts
 from planner.search import capacity_axes, ladder
-from planner.search.capacity_map import Capacity, Forms, Mapper, Shape
+from planner.search.capacity_map import Capacity, Cell, Forms, Mapper, Shape
 from planner.search.longest_clip import Longest, longest
 from planner.search.policy import EstimatePolicy, Policy
 from planner.search.question import Question, Switch
@@ -38,14 +36,12 @@ from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate, Plan
 from planner.spec.rules import ResolvedStrategy
 from planner.spec.wording import words
-from planner.units import gib
 from reports.seen import Probe, evidence_row, measured, nearest, overlay, probes
+from reports.sentences import after_command, measure_note, next_command, title, understood, verdict
 
 T = TypeVar("T")
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "numpy")
-
-VERDICTS = {"fits": "fits", "tight": "is tight", "no": "does not fit"}
 
 
 @dataclass(frozen=True)
@@ -112,6 +108,10 @@ class PlanData:
     """that writes the plan on the reader's computer, or looks for one that fits"""
     after_command: str
     """to type after that one; empty where nothing fits"""
+    measure_note: tuple[str, str]
+    """a command that measures it, and what that does"""
+    changes: tuple[tuple[str, str], ...]
+    """(what to change, what that does), where it does not fit and the changes are known"""
     phases: tuple[step_timeline.PhaseParts, ...]
     timeline: step_timeline.Timeline
     moments: tuple[StepMoment, ...]
@@ -158,12 +158,14 @@ class Builder:
         rows: Sequence[Row] = (),
         probes: Sequence[Mapping[str, Any]] = (),
         points: int = step_timeline.POINTS,
+        changes: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.points = points
         self.name = name
         self.plan = plan
         self.rows = rows
         self.probe_rows = probes
+        self.changes = tuple(changes)
         self.cards: dict[str, GpuProfile] = {}
         self.library = Library()
         self.model = lookup.model(plan.job.model)
@@ -242,6 +244,26 @@ class Builder:
                 commands[cell.shape] = cli_words.command("estimate", job, strategy, self.plan.machine)
         return CapacityMap(capacity, seconds, commands, short_of_ram)
 
+    def _with_own(self, mapped: CapacityMap, answer: Estimate) -> CapacityMap:
+        """The map whose cell of the plan's own clip says what the plan says, where both are of one kind: a strategy of
+        the ladder swaps as many blocks as the longest clips need, and the plan swaps fewer."""
+        job, capacity = self.plan.job, mapped.capacity
+        length = job.frames if capacity.axis == "frames" else job.batch_size
+        shape = length, job.height, job.width
+        cell = next((cell for row in capacity.cells for cell in row if cell.shape == shape), None)
+        if cell is None or cell.rung is None or cell.verdict != answer.verdict or job.buckets or cell.tiled:
+            return mapped
+        of_map, own = capacity.ladder[cell.rung].strategy, self.plan.strategy
+        if own.swap_blocks > of_map.swap_blocks or _unswapped(own, job) != _unswapped(of_map, job):
+            return mapped
+        cell = replace(cell, device_bytes=answer.peak.device_bytes)
+        command = cli_words.command("estimate", job, own, self.plan.machine, self.name)
+        return mapped._replace(
+            capacity=_with_cell(capacity, cell),
+            seconds={**mapped.seconds, shape: answer.step_seconds},
+            commands={**mapped.commands, shape: command} if shape in mapped.commands else mapped.commands,
+        )
+
     def card_reaches(self, same_ram: bool) -> tuple[CardReach, ...]:
         """What each of `CLIP_CARDS` and the plan's own class takes, as `vplan suggest` answers for it with `--frames
         max` and without: of those with as much host RAM as the plan's, or of all others."""
@@ -293,7 +315,8 @@ class Builder:
         default in turn; ``progress`` is called with every finished part and returns it."""
         plan, answer = self.plan, self.estimate()
         candidates, steps, mapped, cards, compared = (share or in_turn)(self, progress)
-        table, timeline = mapped.capacity, steps.timeline
+        mapped, timeline = self._with_own(mapped, answer), steps.timeline
+        table = mapped.capacity
         switches, naive_bytes = self._switches(answer)
         return PlanData(
             name=self.name,
@@ -306,6 +329,8 @@ class Builder:
             title=title(self.model.title, answer),
             next_command=next_command(self.name, plan, answer),
             after_command=after_command(self.name, plan, answer),
+            measure_note=measure_note(self.name, plan),
+            changes=self.changes,
             phases=steps.phases,
             timeline=timeline,
             moments=steps.moments,
@@ -368,76 +393,25 @@ def in_turn(builder: Builder, progress: PartDone) -> Parts:
     return Parts(quick, steps, progress(builder.map(rungs)), (*cards, *further), compared)
 
 
-# ---- sentences
-
-
-def verdict(title: str, gpu: GpuProfile, answer: Estimate) -> str:
-    """The verdict on the plan in one sentence: what is trained, on which card, and what it needs."""
-    job = answer.job
-    shape = f"{job.frames} x {job.height} x {job.width}" if job.frames > 1 else f"{job.height} x {job.width}"
-    count = f"{answer.machine.world} x " if answer.machine.world > 1 else ""
-    card = gpu.title.replace(", as ", " (") + ")" if ", as " in gpu.title else gpu.title
-    card = card if answer.machine.world > 1 or card_lookup.gpu_class(gpu.name) is None else f"a {card}"
-    activity = {"lora": "LoRA training", "full": "full fine-tuning", "sample": "sampling"}[job.method]
-    batch = f", batch {job.batch_size}" if job.batch_size > 1 else ""
-    need = f"it needs {gib(answer.peak.device_bytes):.1f} of {gib(answer.budget_bytes):.1f} GiB"
-    if answer.limit == "host":
-        need += f", but {gib(answer.host_ram_bytes):.1f} GiB of host RAM"
-    word = VERDICTS[answer.verdict]
-    return f"{title}, {activity} at {shape}{batch}, {word} on {count}{card}: {need}."
-
-
-def title(model: str, answer: Estimate) -> str:
-    """What is trained, in a few words."""
-    job = answer.job
-    words = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr", "full": "full", "sample": "sampling"}
-    method = words[job.trains] + job.adapter_size
-    shape = f"{job.frames} frames of {job.height}x{job.width}" if job.frames > 1 else f"{job.height}x{job.width}"
-    return f"{model}, {method}, {shape}" + (f", batch {job.batch_size}" if job.batch_size > 1 else "")
-
-
-def next_command(name: str, plan: Plan, answer: Estimate) -> str:
-    """The command that writes this plan for whoever has only the page; or, where it does not fit, that looks for one
-    that does."""
-    if answer.verdict == "no":
-        return cli_words.command("suggest", plan.job, Strategy(), plan.machine, name)
-    asked = cli_words.command("estimate", plan.job, plan.strategy, plan.machine, name)
-    return asked if asked == shlex.join(["vplan", "estimate", name]) else f"{asked} -o {shlex.quote(name)}"
-
-
-def after_command(name: str, plan: Plan, answer: Estimate) -> str:
-    """What to do with the plan's file: probe it where it is tight, else export or train it."""
-    if answer.verdict == "no":
-        return ""
-    if plan.trainer != "vplan":
-        trainer = plan.trainer.partition("@")[0]
-        return (
-            shlex.join(["vplan", "export", name, "--to", trainer, "-o", "DIR"]) if trainer in export_targets() else ""
-        )
-    if answer.verdict == "tight":
-        return shlex.join(["vplan", "probe", name])
-    return shlex.join(["vplan", "train", name]) + " --data DIR --weights DIR --output DIR"
-
-
-def understood(gpu: GpuProfile, answer: Estimate) -> str:
-    """The budget of device memory and host RAM, in words."""
-    text = f"{gpu.title} gives a process {gpu.allocatable_gib:.2f} GiB"
-    if answer.machine.reserve:
-        text += f", of which {gib(answer.machine.reserve):.2f} GiB are kept free"
-    ram = answer.machine.host_ram
-    return text + (f"; host RAM {gib(ram):.0f} GiB" if ram else "") + "."
+# ---- parts
 
 
 def _words(strategy: Strategy, job: Job) -> str:
     return words(strategy, strategy.lossy_fields(job))
 
 
+def _unswapped(strategy: Strategy, job: Job) -> str:
+    return _words(strategy.replace(swap_blocks=0), job)
+
+
+def _with_cell(capacity: Capacity, new: Cell) -> Capacity:
+    rows = (tuple(new if cell.shape == new.shape else cell for cell in row) for row in capacity.cells)
+    return replace(capacity, cells=tuple(rows))
+
+
 def _rung(strategy: Strategy, job: Job) -> str:
     """A way of the ladder: as many blocks as that are swapped where they must be."""
     return _words(strategy, job).replace(f"{strategy.swap_blocks} blocks", f"up to {strategy.swap_blocks} blocks")
-
-
-# ---- parts
 
 
 def runners_up(candidates: Sequence[QuickEstimate], plan: Plan, search: Search) -> tuple[RunnerUp, ...]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jinja2
+from markupsafe import Markup
 
 from planner.errors import VplanError, quoted
 from planner.estimate.timeline import PhaseParts
@@ -138,7 +139,8 @@ def _environment() -> jinja2.Environment:
     environment.globals |= {"charts": charts, "letters": LETTERS, "gib": gib, "told": _told}
     environment.globals |= {"told_over": _told_over, "map_cells": _cells, "headroom": _headroom, "hours": _hours}
     environment.globals |= {"switch_words": _switch_words, "short_seconds": _short_seconds, "steps": STEPS, "cut": CUT}
-    environment.filters |= {"long": _long}
+    environment.filters |= {"long": _long, "command": _command}
+    environment.tests["effective"] = _did_something
     environment.globals |= {"cell_notes": _cell_notes, "is_first_of": _is_first_of}
     environment.globals |= {"front": _front, "ticks_gib": _ticks_gib, "used_parts": _parts_used, "is_own": _is_own}
     environment.globals |= {"agreement": _agreement, "seconds_agreement": _seconds, "halves_words": halves}
@@ -151,8 +153,6 @@ def _environment() -> jinja2.Environment:
 
 def _raw(text: str) -> str:
     """Our own style and script, which autoescape must leave alone. Nothing of the data is in them."""
-    from markupsafe import Markup
-
     return Markup(text)
 
 
@@ -302,6 +302,17 @@ def _hours(seconds: float, high: float | None = None) -> str:
     """The hours of `STEPS` steps, and up to how many."""
     low, most = (f"{value * STEPS / 3600:.3g}" for value in (seconds, high or seconds))
     return f"{low} to {most}" if low != most else low
+
+
+def _command(text: str) -> Markup:
+    """A command whose options are not broken behind their dashes: a line would end in "--"."""
+    words = [Markup('<span class="flag">{}</span>').format(word) if "-" in word else word for word in text.split(" ")]
+    return Markup(" ").join(words)
+
+
+def _did_something(switch: Switch) -> bool:
+    """Whether a switch changed memory or time: the others came along."""
+    return bool(switch.device_bytes) or abs(switch.step_seconds) > 1e-9
 
 
 def _switch_words(switch: Switch) -> str:

@@ -20,6 +20,8 @@ from planner.commands._shared.oom import explained
 from planner.commands._shared.options import field_options
 from planner.commands._shared.rendering.render import print_verdict, print_windows
 from planner.commands._shared.rendering.render_fixes import (
+    MOST_FIXES,
+    fix_lines,
     print_as_lora,
     print_fixes,
     print_helps,
@@ -32,6 +34,7 @@ from planner.commands._shared.rendering.render_fixes import (
     print_unrecorded,
 )
 from planner.commands._shared.rendering.render_job import whole_words
+from planner.commands._shared.rendering.wrapping import print_lines, wrapped
 from planner.commands._shared.verb import (
     DOES_NOT_START,
     DONE,
@@ -136,7 +139,8 @@ def command(
     if output:
         save_plan(plan, output)
     if report:
-        write_report(report, [(output or "plan.toml", plan)])
+        changes = fix_lines(found.outcome.estimate, found.fixes[:MOST_FIXES])
+        write_report(report, [(output or "plan.toml", plan)], changes=changes)
     answer = found.to_json() | ({"whole_job": whole.to_json()} if whole else {})
     show(answer, as_json, lambda console: print_checked(console, found, whole))
     code = verdict_exit_code(found.outcome.estimate.verdict, strict=strict)
@@ -237,7 +241,7 @@ def print_checked(console: Console, found: Checked, whole: WholeJob | None = Non
         console.print()
         console.print("as read:", markup=False)
     for note in found.assumptions:
-        console.print(f"  {note}", style="dim", markup=False)
+        print_lines(console, wrapped(f"  {note}", console.width, "  "), "dim")
     _print_remarks(console, "no longer exists", case.given.removed)
     _print_remarks(console, "has no effect here", found.ineffective)
     unknown = [name for name in case.given.unknown if name not in {each.flag for each in refused}]

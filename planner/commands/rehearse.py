@@ -8,9 +8,10 @@ import click
 
 from planner.catalog import card_lookup
 from planner.commands import USAGE
-from planner.commands._shared.rendering.render import VERDICTS, share_bar
+from planner.commands._shared.rendering.render import share_bar
 from planner.commands._shared.rendering.render_fixes import print_rehearsal_check
 from planner.commands._shared.rendering.render_live_memory import print_live
+from planner.commands._shared.rendering.verdict_words import VERDICTS
 from planner.commands._shared.verb import (
     Verb,
     check_report,

@@ -30,6 +30,8 @@ from planner.commands._shared.gpu_count import (
     refuse_limits,
 )
 from planner.commands._shared.rendering import render, render_job, render_rows
+from planner.commands._shared.rendering.render_relaxed import relaxed_lines
+from planner.commands._shared.rendering.verdict_words import AS, card_words
 from planner.commands._shared.request import (
     TypedQuestion,
     answer_with_samples,
@@ -59,7 +61,7 @@ from planner.parallel import spread
 from planner.search.objectives import PREFERRED
 from planner.search.question import Question, Suggestion
 from planner.search.suggester import Suggester, assumptions, shortage
-from planner.spec.job import Bucket
+from planner.spec.job import Bucket, Machine
 from planner.spec.plan import Estimate
 from planner.units import format_gib
 
@@ -221,7 +223,8 @@ def _for_one(
     if to.output:
         save_plan(suggestion.to_plan(asked.trainer), to.output)
     if to.report:
-        write_report(to.report, [(to.output or "plan.toml", suggestion.to_plan(asked.trainer))])
+        plans = [(to.output or "plan.toml", suggestion.to_plan(asked.trainer))]
+        write_report(to.report, plans, changes=relaxed_lines(suggestion))
     answer = suggestion.to_json(time.perf_counter() - started) | _json(whole, even)
     answer |= counted.to_json() if counted else {}
 
@@ -280,7 +283,7 @@ def _for_trainer(
     elif to.output and suggestion.plan.verdict != "no":
         written = [str(path) for path in write_files(export(plan, target), Path(to.output), forced())]
     if to.report:
-        write_report(to.report, [(to.output or "plan.toml", plan)])
+        write_report(to.report, [(to.output or "plan.toml", plan)], changes=relaxed_lines(suggestion))
 
     def render_all(console: Console) -> None:
         render.print_suggestion(console, question, suggestion, whole)
@@ -355,10 +358,11 @@ class _Table:
         asked = self.asked
         if asked.model is None or self.several:
             count, card = card_lookup.parse_gpus(asked.gpu or "")
-            cards = f"{count} x " if count > 1 else ""
+            cards = card_words(Machine(gpu=card.name, gpus=count), card)
+            priced_as = f"{AS}{card.title.partition(AS)[2]}" if AS in card.title else ""
             models = f"{asked.model!r} may mean {len(self.several)} models" if self.several else "all known models"
             trained = f", as {self.trainer} trains," if self.trainer else ","
-            return f"{models}, {asked.job.get('method', 'lora')}{trained} on {cards}{card.title}: " + (
+            return f"{models}, {asked.job.get('method', 'lora')}{trained} on {cards}{priced_as}: " + (
                 f"{card.allocatable_gib:.2f} GiB usable"
             )
         return f"{lookup.model(asked.model).title}, {asked.job.get('method', 'lora')}, on every card class"

@@ -36,7 +36,11 @@
       field("way").textContent = told.way === null ? "Nothing that was tried fits this shape." : map.ways[told.way];
       field("notes").textContent = told.notes;
       const command = map.commands[told.command[0]].replace("{shape}", told.command[1]);
-      field("command").textContent = command;
+      // As in the page's own commands, no line ends in the dashes of an option.
+      field("command").replaceChildren(...command.split(" ").flatMap((word, at) => {
+        const part = word.includes("-") ? Object.assign(document.createElement("span"), { className: "flag", textContent: word }) : word;
+        return at ? [" ", part] : [part];
+      }));
       field("command").hidden = !command;
       panel.querySelectorAll("button.copy").forEach((button) => { button.hidden = !command; });
     };

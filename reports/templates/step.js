@@ -22,13 +22,26 @@
     });
     return line;
   };
-  const svgLine = (kind) => {
-    const line = document.createElementNS(document.querySelector("svg").namespaceURI, "line");
-    line.setAttribute("class", kind);
-    line.setAttribute("y1", "0");
-    line.setAttribute("y2", "100%");
-    line.setAttribute("visibility", "hidden");
-    return line;
+  const svgNode = (tag, attributes, text = "") => {
+    const node = document.createElementNS(document.querySelector("svg").namespaceURI, tag);
+    Object.entries(attributes).forEach(([name, value]) => node.setAttribute(name, value));
+    node.textContent = text;
+    return node;
+  };
+  const svgLine = (kind) => svgNode("line", { class: kind, y1: "0", y2: "100%", visibility: "hidden" });
+  // Round numbers between two, about six.
+  const rounded = (from, to) => {
+    if (!(to > from)) return [];
+    const least = (to - from) / 6, power = 10 ** Math.floor(Math.log10(least));
+    const step = power * [1, 2, 5, 10].find((factor) => power * factor >= least);
+    const first = Math.ceil(from / step - 1e-9);
+    return Array.from({ length: Math.floor(to / step + 1e-9) - first + 1 }, (_, index) => Number(((first + index) * step).toPrecision(8)));
+  };
+  // The value of y where x is at a place, on the line through points.
+  const between = (x, y, place) => {
+    const right = x.findIndex((value) => value >= place);
+    if (right <= 0) return right ? y[y.length - 1] : y[0];
+    return y[right - 1] + ((y[right] - y[right - 1]) * (place - x[right - 1])) / (x[right] - x[right - 1]);
   };
   const single = (told, reading) => {
     const field = (name) => reading.querySelector(`[data-field="${name}"]`);
@@ -77,10 +90,10 @@
     const model = (told.series ? several : single)(told, reading);
     const svg = box.querySelector("svg"), plot = svg.querySelector(".plot"), over = svg.querySelector(".over");
     const [cross, pin] = [svgLine("cross"), svgLine("pin")];
-    const band = document.createElementNS(document.querySelector("svg").namespaceURI, "rect");
-    band.setAttribute("class", "band");
-    band.setAttribute("height", "100%");
-    band.setAttribute("visibility", "hidden");
+    const band = svgNode("rect", { class: "band", height: "100%", visibility: "hidden" });
+    const times = svgNode("g", { "aria-hidden": "true" });
+    svg.querySelectorAll(".time").forEach((mark) => mark.remove());
+    svg.append(times);
     over.append(band, pin, cross);
     const heard = Object.assign(document.createElement("p"), { className: "visually-hidden" });
     heard.setAttribute("role", "status");
@@ -91,6 +104,21 @@
     const line = (mark, index) => {
       mark.setAttribute("visibility", index !== null && inside(model.at[index]) ? "visible" : "hidden");
       if (index !== null) ["x1", "x2"].forEach((side) => mark.setAttribute(side, share(model.at[index])));
+    };
+    // The name of a pass where its band has room for it.
+    const named = (mark) => {
+      const text = mark.querySelector("text"), room = mark.getBoundingClientRect().width - 6;
+      text.setAttribute("visibility", text.getComputedTextLength() > room ? "hidden" : "inherit");
+    };
+    const drawTimes = () => {
+      if (!told.seconds) return;
+      const [from, to] = view.map((place) => between(told.at, told.seconds, place));
+      times.replaceChildren(...rounded(from, to).flatMap((seconds, index) => {
+        const x = share(between(told.seconds, told.at, seconds)), place = parseFloat(x);
+        const anchor = place < 3 ? "start" : place > 96 ? "end" : "middle";
+        const text = svgNode("text", { class: "soft-text", x, y: 334, "text-anchor": anchor }, `${seconds}${index ? "" : " s"}`);
+        return [svgNode("line", { class: "gridline", x1: x, x2: x, y1: 314, y2: 320 }), text];
+      }));
     };
     const draw = () => {
       plot.setAttribute("viewBox", `${view[0]} 0 ${view[1] - view[0]} 1000`);
@@ -106,11 +134,13 @@
         if (mark.hasAttribute("width")) {
           mark.setAttribute("x", share(from));
           mark.setAttribute("width", `${((to - from) / (view[1] - view[0])) * 100}%`);
+          named(mark);
         } else {
           mark.setAttribute("x1", share(from));
           mark.setAttribute("x2", share(to));
         }
       });
+      drawTimes();
       line(cross, cursor);
       line(pin, pinned);
       whole.disabled = view[0] === 0 && view[1] === LONG;
@@ -140,7 +170,7 @@
     };
     const reset = () => { view = [0, LONG]; draw(); };
     const placeOf = (event) => {
-      const box = over.getBoundingClientRect().width ? svg.getBoundingClientRect() : svg.getBoundingClientRect();
+      const box = svg.getBoundingClientRect();
       const part = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
       return view[0] + part * (view[1] - view[0]);
     };
@@ -211,5 +241,6 @@
     const whole = tool("whole step", "", reset);
     box.before(tools);
     draw();
+    new ResizeObserver(() => requestAnimationFrame(draw)).observe(box);
   });
 })();

@@ -170,7 +170,9 @@ def test_an_exact_name_is_shown_as_itself(typed: str) -> None:
 )
 def test_a_name_for_several_models_gives_a_table_of_them(typed: str, models: list[str]) -> None:
     page = said(f"suggest {typed} --gpu 96GB --gradient-checkpointing full", columns=80)
-    assert page.startswith(f"'{typed.split()[0]}' may mean {len(models)} models, lora, on 96 GB card")
+    answered, understood = page.splitlines()[:2]
+    assert answered.startswith(f"{len(models)} of {len(models)} models fit")
+    assert understood.startswith(f"'{typed.split()[0]}' may mean {len(models)} models, lora, on a 96 GB card")
     assert all(f"\n{model} " in page for model in models), "names are to be typed, and not cut short"
     lines = page.splitlines()
     assert max(map(len, lines)) <= 80 and "…" not in page

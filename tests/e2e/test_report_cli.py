@@ -114,6 +114,9 @@ def test_the_step_is_zoomed_by_wheel_drag_and_keys_and_a_click_pins(page: Page) 
     page.mouse.move(box["x"] + box["width"] * 0.4, middle[1], steps=3)
     page.mouse.up()
     assert view(page)[0] == pytest.approx(2000, abs=30) and view(page)[2] == pytest.approx(2000, abs=30)
+    times = [float(text.removesuffix(" s")) for text in chart(page).locator("svg > g text").all_text_contents()]
+    assert len(times) > 2 and times == sorted(times) and times[0] > 0  # the axis of what is seen
+    assert page.evaluate("String(getSelection())") == ""
     page.keyboard.press("Escape")
     assert view(page) == whole
     page.mouse.click(*middle)

@@ -13,6 +13,13 @@ const make = (tag, text = "", className = "") => {
   return element;
 };
 
+// A line breaks between options, not behind their dashes.
+const unbroken = (element) => {
+  const words = element.textContent.split(/(\s+)/);
+  element.replaceChildren(...words.map((word) => (word.includes("-") ? make("span", word, "word") : word)));
+  return element;
+};
+
 // ---- the form and the address
 
 const models = new Map();
@@ -118,7 +125,7 @@ function show({ command, code, json, shown: told }) {
   if (told.table) parts.push(table(told.table));
   if (told.notes?.length) {
     const list = make("ul");
-    list.append(...told.notes.map((note) => make("li", note)));
+    list.append(...told.notes.map((note) => unbroken(make("li", note))));
     parts.push(make("h3", told.verdict === "error" ? "What to change" : "Assumed, and not sure of"), list);
   }
   if (command) parts.push(...copied("The same on the command line", command));
@@ -176,18 +183,18 @@ function copied(title, text) {
   });
   const line = make("div", "", "title");
   line.append(make("h3", title), button);
-  const box = make("pre", text);
+  const box = unbroken(make("pre", text));
   box.tabIndex = 0; // it may scroll
   return [line, box];
 }
 
 function changed({ title, lines, effect, marked }) {
-  const parts = [make("h3", `${title}: ${lines.join("  ")}`)];
-  if (effect) parts.push(make("p", effect, "help"));
+  const parts = [unbroken(make("h3", `${title}: ${lines.join("  ")}`))];
+  if (effect) parts.push(unbroken(make("p", effect, "help")));
   if (marked) {
-    const box = make("pre");
+    const box = make("pre", "", "marked");
     const words = { "-": "gone", "+": "new" };
-    box.append(...marked.map(([mark, line]) => make("span", `${mark} ${line}`, words[mark] ?? "")));
+    box.append(...marked.map(([mark, line]) => unbroken(make("span", `${mark} ${line}`, words[mark] ?? ""))));
     box.tabIndex = 0;
     parts.push(box);
   }

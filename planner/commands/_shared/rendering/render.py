@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import click
@@ -16,12 +16,16 @@ import click
 from planner.catalog import card_lookup, lookup
 from planner.catalog.shapes import in_words
 from planner.commands._shared.rendering.render_job import seconds_words, whole_words
+from planner.commands._shared.rendering.render_relaxed import flag_words, other_kind, print_relaxed
+from planner.commands._shared.rendering.verdict_words import AS, VERDICTS, card_words, count_words, need_words
+from planner.commands._shared.rendering.wrapping import INDENT, command_lines, print_command, print_notes
 from planner.commands._shared.verb import table, typed_line
 from planner.dialects.base import cli_words
 from planner.estimate.pinned_ram import HALVED
 from planner.estimate.working_set import headline
-from planner.spec.job import Machine, Strategy
+from planner.spec.job import Strategy
 from planner.spec.plan import Estimate, Plan
+from planner.spec.rules import resolve
 from planner.spec.wording import ways
 from planner.units import GIB, format_gib, format_seconds, gib
 
@@ -33,22 +37,11 @@ if TYPE_CHECKING:
     from planner.catalog.card_profiles import GpuProfile
     from planner.catalog.profiles import ModelProfile
     from planner.estimate.whole_job import WholeJob
-    from planner.search.question import Question, Relaxed, Suggestion, Switch
+    from planner.search.question import Question, Suggestion, Switch
 
-VERDICTS = {"fits": ("fits", "bold green"), "tight": ("tight", "bold yellow"), "no": ("does not fit", "bold red")}
 BAR_WIDTH = 48
 NUMBERED = 32
-"""Cells of a bar that has its numbers next to it, within 80 columns."""
-AS = ", as "
-"""Separator between a class of cards and the card it is priced as."""
-INDENT = " " * 6
-"""Indentation of the continuation lines of a plan."""
-
-
-def count_words(machine: Machine) -> str:
-    """The number of cards in words, to precede the card's name: "2 nodes of 8 x "; empty for one card."""
-    nodes = f"{machine.nodes} nodes of " if machine.nodes > 1 else ""
-    return nodes + (f"{machine.gpus} x " if machine.gpus > 1 else "")
+"""Cells of a bar whose numbers stand beside it, in 80 columns."""
 
 
 def print_answer(console: Console, question: Question, found: Estimate) -> None:
@@ -70,11 +63,9 @@ def print_verdict(console: Console, found: Estimate, what: str, card: GpuProfile
 
     word, style = VERDICTS[found.verdict]
     line = Text(word, style)
-    title, is_class, _ = card.title.partition(AS)
-    count = count_words(found.machine) or (("an " if title.startswith("8") else "a ") if is_class else "")
     reserve = found.machine.reserve
     kept = f", {format_gib(reserve)} of it kept free" if reserve else ""
-    line.append(f": {what}, on {count}{title}{kept}", "default")
+    line.append(f": {what}, on {card_words(found.machine, card)}{kept}", "default")
     console.print(line)
     console.print(bar(console, found))
     if said := headline(found.assumptions):
@@ -91,7 +82,7 @@ def print_assumptions(console: Console, question: Question, found: Estimate | No
     if AS in question.gpu.title:
         notes.insert(0, question.gpu.title.replace(AS, " as "))
     if notes:
-        console.print(f"assumed: {'; '.join(notes)}", style="dim")
+        print_notes(console, "assumed", notes)
 
 
 def _assumed(question: Question, found: Estimate | None) -> tuple[str, ...]:
@@ -112,7 +103,7 @@ def print_next(console: Console, found: Estimate, output: str | None) -> None:
     if found.verdict == "no":
         if context is None or context.info_name != "estimate":  # other commands print what would fit
             return
-        said = cli_words.command("suggest", found.job, Strategy(), found.machine)
+        said = cli_words.command("suggest", found.job, resolve(found.job, Strategy(), found.machine), found.machine)
     elif output is None:
         said = typed_line("-o", "plan.toml")
     elif found.verdict == "tight":
@@ -122,7 +113,7 @@ def print_next(console: Console, found: Estimate, output: str | None) -> None:
     else:
         said = shlex.join(["vplan", "train", output]) + " --data DIR --output DIR --weights DIR"
     console.print()
-    console.print(f"next: {said}", style="bold", markup=False, soft_wrap=True)
+    print_command(console, "next: ", said)
 
 
 def print_estimate(console: Console, found: Estimate, whole: WholeJob | None = None) -> None:
@@ -236,7 +227,7 @@ def print_suggestion(console: Console, question: Question, found: Suggestion, wh
     plan = found.plan
     print_answer(console, question, plan)
     if plan.verdict == "no":
-        _print_relaxed(console, found)
+        print_relaxed(console, found)
     console.print(f"plan: {ways(plan)}", style="bold")
     print_flags(console, found.switches)
     swap = next((switch.step_seconds for switch in found.switches if switch.field == "swap_blocks"), None)
@@ -247,14 +238,14 @@ def print_suggestion(console: Console, question: Question, found: Suggestion, wh
     print_data(console, question.model)
     if plan.lossy:
         kept = next((other for other in found.alternatives if not other.lossy), None)
-        without = f"; without: {ways(kept)} ({_need(kept)})" if kept else ""
+        without = f"; without: {ways(kept)} ({need_words(kept)})" if kept else ""
         console.print(f"lossy: {', '.join(plan.lossy)}{without}", style="yellow")
     for word in dict.fromkeys(VERDICTS[other.verdict][0] for other in found.smaller_cards):
         alike = [other for other in found.smaller_cards if VERDICTS[other.verdict][0] == word]
         cards = ", ".join(f"{other.machine.gpu} ({gib(other.budget_bytes):.1f} GiB)" for other in alike)
         console.print(f"{word} on smaller cards of this class: {cards}", style="yellow")
     for wish in found.relaxed if plan.verdict != "no" else ():
-        console.print(_other_kind(wish), style="yellow")
+        console.print(other_kind(wish), style="yellow")
     console.print(f"peak: {plan.peak.phase}, {plan.peak.moment}")
     print_assumptions(console, question, plan)
     told = [switch for switch in found.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]
@@ -275,86 +266,10 @@ def runners_up(plans: Iterable[Estimate]) -> Table:
 
 
 def print_flags(console: Console, switches: Iterable[Switch]) -> None:
-    """Prints the options that give `vplan estimate` the same plan, broken between options with shell continuations."""
-    lines: list[str] = []
-    for flag in (_flag(switch.field, switch.after) for switch in switches):
-        if lines and len(INDENT) + len(lines[-1]) + len(flag) + 3 <= console.width:
-            lines[-1] += f" {flag}"
-        else:
-            lines.append(flag)
-    for place, line in enumerate(lines):
-        console.print(INDENT + line + (" \\" if place < len(lines) - 1 else ""), markup=False, soft_wrap=True)
-
-
-def _flag(field: str, value: object) -> str:
-    name = field.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
-    return f"--{name} {value}"
-
-
-def _print_relaxed(console: Console, found: Suggestion) -> None:
-    plan, relax = found.plan, found.relaxed
-    console.print(f"this is the smallest plan found{_short_of(plan, relax)}")
-    if (missing := found.unrecorded) is not None:
-        flags = _flag(missing.field, missing.value)
-        console.print(f"not recorded, so not searched, and may need less: {flags}; to record it: {missing.record}")
-    if not relax:
-        console.print("no single change makes it fit", style="bold")
-        for line in _beyond(found):
-            console.print(f"  {line}")
-        return
-    console.print("to make it fit, change one of:", style="bold")
-    for wish in relax:
-        lossy = f" (lossy: {', '.join(wish.plan.lossy)})" if wish.plan.lossy else ""
-        count = wish.plan.strategy.checkpointed_blocks if wish.field == "gradient_checkpointing" else None
-        blocks = f" --checkpointed-blocks {count}" if count else ""
-        shared = f" ({wish.after} GPUs share a sample)" if wish.field == "context_parallel" else ""
-        console.print(f"  --{_flag_name(wish)} {wish.after}{blocks} instead of {wish.before}{lossy}{shared}")
-
-
-def _beyond(found: Suggestion) -> Iterator[str]:
-    """What a job that no single change makes fit could be: a smaller shape, or a larger card."""
-    if (least := found.least) is not None:
-        before, after = found.plan.job, least.job
-        size, old = f"{after.height}x{after.width}", f"{before.height}x{before.width}"
-        smaller = [
-            *([f"--resolution {size}"] if size != old else []),
-            *([f"--frames {after.frames}"] if after.frames != before.frames else []),
-            *([f"--batch-size {after.batch_size}"] if after.batch_size != before.batch_size else []),
-        ]
-        lossy = f" (lossy: {', '.join(least.lossy)})" if least.lossy else ""
-        does = "still needs" if least.verdict == "no" else f"together: {VERDICTS[least.verdict][0]},"
-        ram = f" and {gib(least.host_ram_bytes):.1f} GiB of host RAM" if least.limit == "host" else ""
-        yield f"{' '.join(smaller)} {does} {gib(least.peak.device_bytes):.1f} GiB{ram}{lossy}"
-    if (larger := found.larger_card) is not None:
-        more = larger.machine.host_ram if larger.machine.host_ram != found.plan.machine.host_ram else None
-        yield f"unchanged it fits --gpu {larger.machine.gpu}{f' --host-ram {more // GIB}GiB' if more else ''}"
-
-
-def _other_kind(wish: Relaxed) -> str:
-    """What a plan of the other kind (lossy or lossless) reaches, in one line."""
-    if wish.field == "gpus":
-        return f"lossless on one GPU (--gpus 1): {ways(wish.plan)} ({_need(wish.plan)})"
-    most = f"{wish.after} frames" if wish.field == "frames" else f"{wish.field} {wish.after}"
-    flag = "--allow lossy" if wish.plan.lossy else f"--{_flag_name(wish)} {wish.after}"
-    kind = "lossy" if wish.plan.lossy else "lossless"
-    return f"{kind} up to {most} ({flag}): {ways(wish.plan)} ({_need(wish.plan)})"
-
-
-def _flag_name(wish: Relaxed) -> str:
-    return wish.field.replace("_", "-").replace("batch", "batch-size")
-
-
-def _short_of(plan: Estimate, relax: Sequence[Relaxed]) -> str:
-    """What a plan that does not fit lacks, including host RAM if another plan would fit the card with more of it."""
-    ram = plan.machine.host_ram
-    if plan.limit == "host":
-        return "; not enough host RAM"
-    if ram is not None and any(wish.field == "host_ram" for wish in relax):
-        return f" with {format_gib(ram)} of host RAM; not enough host RAM for a smaller one"
-    short = " and host RAM" if ram is not None and plan.host_ram_bytes > ram else ""
-    return f"; not enough GPU memory{short}"
+    """Prints the options that give `vplan estimate` the same plan, broken between options as a shell reads them."""
+    flags = [flag_words(switch.field, switch.after) for switch in switches]
+    for line in command_lines(INDENT, flags, console.width) if flags else ():
+        console.print(line, markup=False, soft_wrap=True)
 
 
 HIDDEN = 0.01
@@ -387,10 +302,6 @@ def _plan_row(found: Estimate) -> tuple[str, ...]:
         seconds_words(found.step_seconds) if found.timed else "-",
         f"{gib(found.host_ram_bytes):.1f}",
     )
-
-
-def _need(found: Estimate) -> str:
-    return f"{VERDICTS[found.verdict][0]}, {gib(found.peak.device_bytes):.1f} GiB"
 
 
 def print_data(console: Console, *models: ModelProfile) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from planner.commands._shared.rendering.render import VERDICTS
+from planner.commands._shared.rendering.verdict_words import VERDICTS
 from planner.units import GIB, format_gib, format_seconds, gib
 
 if TYPE_CHECKING:
@@ -28,6 +28,11 @@ def print_fixes(console: Console, before: Estimate, fixes: Iterable[Fix], mark: 
         console.print(heading, style="bold", markup=False)
         _print_change(console, fix)
         console.print(f"    {_effect(before, fix)}", markup=False)
+
+
+def fix_lines(before: Estimate, fixes: Iterable[Fix]) -> list[tuple[str, str]]:
+    """Each change in a line, and what it does: for a page."""
+    return [(_in_a_line(fix.change), _effect(before, fix)) for fix in fixes]
 
 
 def _print_change(console: Console, fix: Fix) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from planner.catalog import lookup
-from planner.commands._shared.rendering.render import VERDICTS, print_data
+from planner.commands._shared.rendering.render import print_data
 from planner.commands._shared.rendering.render_job import seconds_words, span_words
+from planner.commands._shared.rendering.verdict_words import VERDICTS
+from planner.commands._shared.rendering.wrapping import listed, print_lines
 from planner.commands._shared.verb import table
 from planner.spec.job import Job
 from planner.spec.plan import Estimate
@@ -42,11 +44,14 @@ class TableRow:
 
 
 def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]) -> None:
-    """Prints a first line, the summary of the rows, then a table with one line for each model or card."""
-    console.print(first)
+    """Prints what the rows come to, how the question was understood, then a table with one line for each model or card.
+    ``first``: the line of how it was understood."""
     if kind == "models" and _on_images(rows):
         rows = sorted(rows, key=_makes_videos)
     console.print(_models_that_fit(rows) if kind == "models" else _smallest_card(rows), style="bold")
+    console.print(first)
+    for said, models in _named(_main_models(rows)).items() if kind == "models" else ():
+        print_lines(console, listed(f"{said}: ", models, console.width))
     if kind == "classes":
         print_best(console, rows)
     console.print()
@@ -123,29 +128,38 @@ def _makes_videos(row: TableRow) -> bool:
     return lookup.model(row.name).kind == "video"
 
 
+def _main_models(rows: Sequence[TableRow]) -> Sequence[TableRow]:
+    """The models that a table is about: on images, those that make videos are only counted."""
+    images = [row for row in rows if not _makes_videos(row)]
+    return images if _on_images(rows) and 0 < len(images) < len(rows) else rows
+
+
 def _models_that_fit(rows: Sequence[TableRow]) -> str:
-    """Which models of a table fit. On images, video models are only counted, separately."""
+    """How many models of a table fit."""
+    main = _main_models(rows)
+    if main is rows:
+        return _counted(rows, "models")
     videos = [row for row in rows if _makes_videos(row)]
-    if not _on_images(rows) or not 0 < len(videos) < len(rows):
-        return _named(rows, "models")
     count = sum(row.plan is not None and row.plan.verdict == "fits" for row in videos)
-    images = _named([row for row in rows if not _makes_videos(row)], "image models")
-    return f"{images}; and {count} of {len(videos)} video models, on single images"
+    return f"{_counted(main, 'image models')}; and {count} of {len(videos)} video models, on single images"
 
 
-def _named(rows: Sequence[TableRow], models: str) -> str:
-    """How many models fit, with the names of those that do, or of those that do not if these are fewer."""
+def _counted(rows: Sequence[TableRow], models: str) -> str:
+    fits = [row.plan for row in rows if row.plan and row.plan.verdict == "fits"]
+    lossy = sum(bool(plan.lossy) for plan in fits)
+    return f"{len(fits)} of {len(rows)} {models} fit" + (f", {lossy} of them only with lossy options" if lossy else "")
+
+
+def _named(rows: Sequence[TableRow]) -> dict[str, list[str]]:
+    """The names of the models that fit, or of those that do not where these are fewer; by what is said of them."""
     fits = [row for row in rows if row.plan and row.plan.verdict == "fits"]
     lossy = [row.name for row in fits if row.plan and row.plan.lossy]
     tight = [row.name for row in rows if row.plan and row.plan.verdict == "tight"]
-    count = f"{len(fits)} of {len(rows)} {models} fit"
     if 2 * len(fits) > len(rows):
-        fewer = {"tight: ": tight, "do not fit: ": [row.name for row in rows if not row.plan]}
-        some = f", {len(lossy)} of them only with lossy options" if lossy else ""
-        return "; ".join([count + some, *(f"{kind}{', '.join(names)}" for kind, names in fewer.items() if names)])
-    kinds = {"": [row.name for row in fits if row.name not in lossy], "lossy: ": lossy, "tight: ": tight}
-    words = [f"{kind}{', '.join(names)}" for kind, names in kinds.items() if names]
-    return count + (f": {'; '.join(words)}" if words else "")
+        kinds = {"tight": tight, "do not fit": [row.name for row in rows if not row.plan]}
+    else:
+        kinds = {"fit": [row.name for row in fits if row.name not in lossy], "lossy": lossy, "tight": tight}
+    return {kind: names for kind, names in kinds.items() if names}
 
 
 def _smallest_card(rows: Sequence[TableRow]) -> str:
