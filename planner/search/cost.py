@@ -24,10 +24,9 @@ WORTH_SPEED = 2.0
 """Among lossy plans one more lossy field must make the step this much faster: an optimizer in host RAM gives up nothing
 more than one of 8 bits saves, and can take eight times as long."""
 
-WORTH_PART = 0.01
+WORTH_PART = 0.015
 """Checkpointing a part of the blocks must save this share of a step: it takes all the memory that there is. With the
-rounding to `SAME_SPEED`, and a block more than are needed, an answer is within 2 % of the fastest plan (`python -m
-tests.benchmarks.optimality`)."""
+rounding to `SAME_SPEED` an answer is within 2 % of the fastest plan (`python -m tests.benchmarks.optimality`)."""
 
 
 def loss(job: Job, strategy: Strategy) -> int:

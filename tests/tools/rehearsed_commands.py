@@ -33,7 +33,7 @@ PHASES = ("load", "encode", "first_step", "train", "optimizer")
 def rows(outcome: str = "ok") -> Iterator[dict[str, Any]]:
     """The rows of `profiles/rehearsals/commands`, by trainer, that ran, or with "oom" that ran out. They hold the
     commands, with the dataset's size and batch as flags, or its `shape` beside, their `config`, and the `files` that
-    the config names. `read` is what is given to `vplan check` where the command names no config."""
+    the config names, as text where they are no JSON. `read` is what is given to `vplan check` where the command names no config."""
     for file in sorted((profiles.REHEARSALS / "commands").glob("*.jsonl")):
         found = map(json.loads, file.read_text(encoding="utf-8").splitlines())
         yield from (row for row in found if row["measured"]["outcome"] == outcome)
@@ -68,7 +68,8 @@ def case_of(row: dict[str, Any], folder: Path) -> Case:
     """A row's command as `vplan check` reads it."""
     files = row.get("files", {}) | ({"config.json": row["config"]} if "config" in row else {})
     for name, content in files.items():
-        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name).write_text(text, encoding="utf-8")
     (folder / "train.sh").write_text(shlex.join(row["command"]), encoding="utf-8")
     dialect, given = dialects.read_script(from_file(folder / row.get("read", "train.sh")))
     shape = dict(zip(("frames", "height", "width"), row.get("shape", ()), strict=False))

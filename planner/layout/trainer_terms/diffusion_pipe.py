@@ -27,6 +27,7 @@ from planner.layout.trainer_terms.lycoris.whole_changes import (
 )
 from planner.layout.trainer_terms.shared import (
     checkpoints_saved_on_cpu,
+    from_pretrained,
     last_encoder_in_model,
     modulation_in_8_bits,
     swap_in_place,
@@ -80,6 +81,16 @@ def last_encoder_stays(run: Run) -> None:
     run.add(run.load, int(nbytes), "residents", encoder.name)
 
 
+def loaded_on_the_cpu(run: Run) -> None:
+    """The model is loaded and cast on the CPU, in 8 bits too, before DeepSpeed moves it (models/*.py
+    ``load_diffusion_model``: ``p.data.to(self.model_config['transformer_dtype'])``)."""
+    weights = run.strategy.weights(run.job.method)
+    if weights == "fp8":
+        run.host.loaded_bytes = BYTES_PER_PARAMETER[weights]
+    else:
+        from_pretrained(run, weights)
+
+
 def encoders_before_the_model(run: Run) -> None:
     """Latents and prompts are cached by the process that trains, one encoder on the GPU after another, and the
     allocator's cache is emptied only once the model is there (utils/dataset.py ``_handle_task``; train.py before its
@@ -113,6 +124,7 @@ def conditioner_kept(run: Run) -> None:
 
 TERMS: tuple[Transform, ...] = (
     *(
+        loaded_on_the_cpu,
         encoders_before_the_model,
         last_encoder_stays,
         modulation_in_8_bits("diffusion-pipe"),
