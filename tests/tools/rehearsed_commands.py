@@ -33,7 +33,8 @@ PHASES = ("load", "encode", "first_step", "train", "optimizer")
 def rows(outcome: str = "ok") -> Iterator[dict[str, Any]]:
     """The rows of `profiles/rehearsals/commands`, by trainer, that ran, or with "oom" that ran out. They hold the
     commands, with the dataset's size and batch as flags, or its `shape` beside, their `config`, and the `files` that
-    the config names, as text where they are no JSON. `read` is what is given to `vplan check` where the command names no config."""
+    the config names, as text where they are no JSON. `read` is what is given to `vplan check` where the command names
+    no config."""
     for file in sorted((profiles.REHEARSALS / "commands").glob("*.jsonl")):
         found = map(json.loads, file.read_text(encoding="utf-8").splitlines())
         yield from (row for row in found if row["measured"]["outcome"] == outcome)
