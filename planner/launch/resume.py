@@ -26,10 +26,11 @@ class Resume:
 
     def checkpoint(self, *, may_move: bool = True) -> Path | None:
         """The checkpoint to resume from; None to start over. Raises a VplanError for one that cannot be used.
-        ``may_move``: whether a checkpoint given as a folder is made the run's newest; False for --print-command."""
+        ``may_move``: whether checkpoints are moved aside, and one given as a folder is made the run's newest; False for
+        --print-command."""
         run = checkpoints.run_id(self.output)
         if self.resume == "no":
-            self._set_aside()
+            self._set_aside(may_move)
             return None
         if self.resume != "auto":
             named = Path(self.resume).expanduser().absolute()
@@ -46,9 +47,11 @@ class Resume:
             raise VplanError("no checkpoint is complete", "start over with --resume no, which keeps them aside")
         return newest
 
-    def _set_aside(self) -> None:
+    def _set_aside(self, may_move: bool) -> None:
         folder = self.output / checkpoints.FOLDER
-        if folder.exists():
+        if folder.exists() and not may_move:
+            self.tell(f"earlier checkpoints are in {folder}: move them before you run the command")
+        elif folder.exists():
             aside = checkpoints.aside(self.output)
             folder.rename(aside)
             self.tell(f"earlier checkpoints are in {aside}")

@@ -262,6 +262,10 @@ def test_the_printed_command_trains(place: runs.Place, tmp_path: Path) -> None:
             check=False, timeout=PATIENCE,
         )  # fmt: skip
     assert ended.returncode == 0 and lines(tmp_path) == 2
+    kept = sorted((tmp_path / checkpoints.FOLDER).iterdir())
+    done = run(place, tmp_path, "--steps", "2", "--resume", "no", "--print-command")
+    assert done.returncode == 0 and "move them before you run the command" in done.stderr
+    assert sorted((tmp_path / checkpoints.FOLDER).iterdir()) == kept  # printing moves nothing
 
 
 def test_a_model_is_planned_for_first(place: runs.Place, tmp_path: Path) -> None:
