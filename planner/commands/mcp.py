@@ -40,7 +40,7 @@ QUESTION = frozenset(
 ) - {"model", "gpu", "links"}
 """Options that a call may set: those of a question, without any that name a file."""
 
-CHECKED = (frozenset(Machine.model_fields) | {"frames", "height", "width"}) - {"gpu", "links"}
+CHECKED = (frozenset(Machine.model_fields) | {"frames", "height", "width", "text_tokens"}) - {"gpu", "links"}
 
 CONFIGS = (".toml", ".yaml", ".yml", ".json", ".sh", ".bat", ".py", ".cfg", ".txt", ".log")
 """Endings of files that `check` reads when a command names them."""
@@ -94,7 +94,8 @@ class Tools:
         """Whether another trainer's command runs out of memory, and the smallest change that fits.
 
         command: its words, read and never run; or file: a script or config in the server's folder. error: the text of
-        an out-of-memory message to explain, with or without the command. options: frames, height, width, host_ram, os.
+        an out-of-memory message to explain, with or without the command. options: frames, height, width,
+        text_tokens, host_ram, os.
         """
         words = _asked(None, gpu, options, CHECKED)
         words += ["--error=-"] if error else []  # via stdin: as an argument it could be taken for a file name

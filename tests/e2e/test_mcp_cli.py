@@ -57,7 +57,7 @@ def test_an_agent_plans_prices_checks_exports_and_reports(tmp_path: Path) -> Non
         ("suggest", {"model": "flux.1-dev", "gpu": "24GB", "options": CHEAP, "save": "p.toml"}),
         ("estimate", {"model": "sdxl", "gpu": "24GB", "options": CHEAP}),
         ("check", {"command": ["python", "train.py", "--model", "x"], "gpu": "24GB"}),
-        ("check", {"command": shlex.split(FLUX), "gpu": "48GB"}),
+        ("check", {"command": shlex.split(FLUX), "gpu": "48GB", "options": {"text_tokens": 77}}),
         ("check", {"error": "RuntimeError: CUDA error: out of memory"}),
         ("export", {"plan": "p.toml", "trainer": "sd-scripts", "into": "out"}),
         ("suggest", {"model": "sd1.5", "gpu": "24GB", "save": "small.toml"}),
@@ -69,7 +69,7 @@ def test_an_agent_plans_prices_checks_exports_and_reports(tmp_path: Path) -> Non
     line = "estimate sdxl --gpu 24GB --gradient-checkpointing full --resolution 512x512 --json"
     assert priced == json.loads(CliRunner().invoke(cli, shlex.split(line)).stdout)
     assert isinstance(unknown, str) and unknown, "an unknown script is refused in words"
-    words = ["check", "--json", "--gpu", "48GB", "--", *shlex.split(FLUX)]
+    words = ["check", "--json", "--gpu", "48GB", "--text-tokens", "77", "--", *shlex.split(FLUX)]
     assert checked == json.loads(CliRunner().invoke(cli, words).stdout)
     assert explained["cause"] == "driver"
     assert exported["files"] and (tmp_path / "out").is_dir()
