@@ -191,13 +191,14 @@ class _Values:
         inputs, outputs = list(self._tensors((args, kwargs))), list(self._tensors(result))
         if not any(tensor.is_cuda for tensor in (*inputs, *outputs)):
             return result
+        on_card = [tensor for tensor in outputs if tensor.is_cuda]  # `zeros_like` may make one elsewhere, as on meta
         if name in FRESH:
-            for tensor in outputs:
+            for tensor in on_card:
                 self._mark(tensor, _is_small(tensor), partly=False)
             return result
         if name in FILLING:
-            self._fill(outputs, FILLING[name])
-            for tensor in outputs:
+            self._fill(on_card, FILLING[name])
+            for tensor in on_card:
                 self._mark(tensor, _is_small(tensor), partly=False)
             return result
         known = all(self._is_known(tensor) for tensor in self._depended_on(traits, args, kwargs) if tensor.is_cuda)
@@ -212,7 +213,7 @@ class _Values:
             if read:
                 self._told(name)
             self._make_finite(read)
-        written = [tensor for tensor in outputs if tensor.is_cuda]
+        written = on_card
         zero = self._zeros.asked(name, inputs[0]) if len(inputs) == 1 and not known else None
         if zero is not None:
             self._fill(written, float(not zero))

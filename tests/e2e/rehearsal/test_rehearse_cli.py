@@ -547,6 +547,22 @@ VALUES = """
 
 
 @needs_cuda_wheel
+def test_tensors_like_one_of_the_card_may_be_made_elsewhere(place: Path, cache: str) -> None:
+    """DeepSpeed 0.19.8 keeps shapes on meta (runtime/zero/stage_1_and_2.py `round_robin_bit16_meta`): where the fill was
+    repeated on such a tensor, which has no memory, the program ended with a segmentation fault."""
+    source = """
+        import torch
+        small = torch.full((8,), 3.0, device="cuda")
+        shape = torch.zeros_like(small, device="meta")
+        empty = torch.empty_like(small, device="meta")
+        host = torch.ones_like(small, device="cpu")
+        assert shape.shape == empty.shape == (8,) and host.sum() == 8 and small.sum() == 24
+    """
+    told = rehearse(place, cache, "--gpu", "24GB", "--", CUDA_PYTHON, program(place, source))
+    assert told["verdict"] == "fits"
+
+
+@needs_cuda_wheel
 def test_values_that_nobody_knows_are_told_and_are_no_nan(place: Path, cache: str) -> None:
     words = ("--gpu", "24GB", "--steps", "0", "--", CUDA_PYTHON, program(place, VALUES))
     (note,) = [note for note in rehearse(place, cache, *words)["assumptions"] if "not computed" in note]
