@@ -548,8 +548,8 @@ VALUES = """
 
 @needs_cuda_wheel
 def test_tensors_like_one_of_the_card_may_be_made_elsewhere(place: Path, cache: str) -> None:
-    """DeepSpeed 0.19.8 keeps shapes on meta (runtime/zero/stage_1_and_2.py `round_robin_bit16_meta`): where the fill was
-    repeated on such a tensor, which has no memory, the program ended with a segmentation fault."""
+    """DeepSpeed 0.19.8 keeps shapes on meta (runtime/zero/stage_1_and_2.py `round_robin_bit16_meta`): where the fill
+    was repeated on such a tensor, which has no memory, the program ended with a segmentation fault."""
     source = """
         import torch
         small = torch.full((8,), 3.0, device="cuda")
