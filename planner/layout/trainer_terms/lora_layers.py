@@ -157,8 +157,8 @@ def adapters_on_modulation(trainer: str) -> Transform:
     """The term of a trainer that adapts modulation too, of which our recordings have no adapters. Their layers run on
     one vector a sample, so they themselves take little; but scales and gates need a gradient now, and for it what they
     are multiplied with is kept. sd-scripts networks/lora_flux.py:820: every linear layer of a block; musubi-tuner
-    networks/lora_qwen_image.py:37 leaves out ``.*(_mod_).*``, which no name has; diffusion-pipe models/base.py:273. Of
-    which models, their profiles say."""
+    networks/lora_qwen_image.py:37 leaves out ``.*(_mod_).*``, which no name has. Of which models, their profiles
+    say."""
 
     def term(run: Run) -> None:
         """Adapters on modulation layers: their weights, gradients and states, and the factors of scales and gates."""
