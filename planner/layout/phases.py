@@ -13,6 +13,7 @@ from typing import NamedTuple
 from planner.catalog.components import samples_per_call
 from planner.catalog.profiles import ModelProfile
 from planner.catalog.shapes import grid
+from planner.garbage_collection import recording_cache
 from planner.layout.cublas import kept_workspaces, workspace_bytes
 from planner.layout.encoders_vae.component_layout import alive_after, load_component, run_component
 from planner.layout.encoders_vae.component_pass import (
@@ -22,11 +23,13 @@ from planner.layout.encoders_vae.component_pass import (
     decoder,
     encoders,
 )
-from planner.layout.encoders_vae.encoding_memory import encoding_memory, lay_out_encoding
+from planner.layout.encoders_vae.encoding_memory import component_levels, encoding_memory, lay_out_encoding
 from planner.layout.group_offload import offload_model_groups
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.run_records import EncodingOnly
 from planner.spec.job import QUANTISED, Bucket, Job
+from planner.tape.format import Tape
+from planner.tape.levels import Level, PartLevels
 from planner.tape.program import Moment, Part, Stage
 from planner.tape.variants.precision import trained_storage
 from planner.units import GIB
@@ -206,7 +209,7 @@ def validation(run: Run) -> None:
     assert facts.sample is not None
     shape, first = validation_grid(run.job, facts.model), len(run.program.buffers)
     batch = samples_per_call(facts.model, run.job.guided)
-    denoise = run.program.unfold(facts.sample, "denoise", None, Part("validation", {**shape, "B": batch}))
+    denoise = _denoise(run, facts.sample, Part("validation", {**shape, "B": batch}))
     if run.handover.gathered_bytes:
         denoise.stretches.insert(
             0, (STRATEGY_MOMENT, [run.program.buffer(run.handover.gathered_bytes, "buckets", "gathered weights")])
@@ -233,6 +236,24 @@ def validation(run: Run) -> None:
         decode.stretches.append((STRATEGY_MOMENT, moved))
     take_sizes(run, first)
     run.phases.validation = (("denoise", denoise), ("decode", decode))
+
+
+def _denoise(run: Run, tape: Tape, part: Part) -> Stage:
+    """One call of the model without gradients, at the shape of the validation sample."""
+    level = _denoise_level(tape, part) if run.peaks_only and run.strategy.group_offload == "none" else None
+    if level is None:
+        return run.program.unfold(tape, "denoise", None, part)
+    left = run.program.buffer(level.rise, "activation", "denoise")
+    gone = run.program.buffer(level.peak - level.rise, "activation", "denoise")
+    return Stage("denoise", [(STRATEGY_MOMENT, [left, gone, ~gone])])
+
+
+@recording_cache(maxsize=512)
+def _denoise_level(tape: Tape, part: Part) -> Level | None:
+    """None where it frees what was recorded elsewhere."""
+    levels = PartLevels(tape, part)
+    level = levels.piece("denoise")
+    return None if levels.frees_by_name else level
 
 
 def _steering_bytes(run: Run, shape: Mapping[str, int]) -> int:
@@ -296,11 +317,15 @@ def moved_host_bytes(run: Run) -> int:
 
 def decode_with(run: Run, component: ComponentPass) -> Stage:
     """The decode stage: the VAE's weights are loaded unless they are resident, it decodes, and everything is freed."""
+    run.device.split_bytes = {**run.device.split_bytes, "decode": component.split_bytes}
+    if run.peaks_only and (levels := component_levels(component)) is not None:
+        peak = levels.running_peak if run.strategy.vae == "resident" else levels.peak
+        whole = run.program.buffer(peak, "activation", "decode")
+        return Stage("decode", [(STRATEGY_MOMENT, [whole, ~whole])])
     loading, blocks = load_component(run.program, component)
     if run.strategy.vae == "resident":
         loading = Stage("load", [])
     done = run_component(run.program, component, blocks)
-    run.device.split_bytes = {**run.device.split_bytes, "decode": component.split_bytes}
     gone = [*alive_after(done), *alive_after(loading)]
     return Stage("decode", [*loading.stretches, *done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in gone])])
 

@@ -10,7 +10,7 @@ from planner.layout import trainer_terms
 from planner.layout.adapters import adapters_as_named
 from planner.layout.checkpoints.fp8 import fp8_checkpoints
 from planner.layout.checkpoints.offload import checkpoint_offload
-from planner.layout.cublas import cublas_workspace, workspaces_at_use
+from planner.layout.cublas import cublas_workspace, kept_workspaces, workspaces_at_use
 from planner.layout.experts import experts, waiting_gradients
 from planner.layout.gradient_sums import gradient_sums
 from planner.layout.optimizer.fp32_masters import masters
@@ -98,6 +98,14 @@ ON_THE_CARD = frozenset({gradient_sums, reduction_workspaces, inputs_as_they_are
 def host_transforms(trainer: str) -> tuple[Transform, ...]:
     """Those of `transforms` that affect a run's host RAM."""
     return tuple(transform for transform in transforms(trainer) if transform not in ON_THE_CARD)
+
+
+def has_plain_validation(configuration: Configuration, facts: Facts, trainer: str) -> bool:
+    """Whether no transformation looks into the denoising or the decode of a validation sample: they may then be laid
+    out as their peaks (`Run.peaks_only`)."""
+    products_have_workspaces = not kept_workspaces(facts.gpu, configuration.machine.torch)
+    changed = products_have_workspaces or facts.model.traits.stored_positions
+    return not (changed or trainer_terms.change_samples(trainer))
 
 
 def lay_out(configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str = "vplan") -> Run:

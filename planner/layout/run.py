@@ -158,6 +158,10 @@ class Run:
     base: Run | None = None
     """the same recordings before any transformation, if a search laid them out: expensive results are shared there"""
 
+    peaks_only: bool = False
+    """whether only its stages' peaks are asked for: validation's denoising and decode are then one buffer each, of the
+    size of their own peak, instead of thousands that are the same in every strategy"""
+
     resized: bool = field(init=False, default=False)
     """whether a recorded buffer was given another size"""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from planner.allocator.implementation import held
 from planner.errors import NotRecordedError
 from planner.estimate.work import Passes, passes_work
-from planner.layout.pipeline import host_transforms, transforms
+from planner.layout.pipeline import has_plain_validation, host_transforms, transforms
 from planner.layout.recorded_run import Unfolded, add_optimizer, recorded_step, step_key, unfolded, unfolded_key
 from planner.layout.run import Facts, Run, Transform
 from planner.search.lower_bounds import Walked, least_sizes
@@ -40,15 +40,27 @@ class RunCache:
         """`planner.layout.pipeline.lay_out`, starting from a copy of tapes that were unfolded before."""
         return self._transformed(configuration, facts, grid, trainer, transforms(trainer))
 
+    def lay_out_for_peaks(self, configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str) -> Run:
+        """The same as far as its stages' allocated peaks, host RAM and seconds depend on it."""
+        peaks_only = has_plain_validation(configuration, facts, trainer)
+        return self._transformed(configuration, facts, grid, trainer, transforms(trainer), peaks_only)
+
     def lay_out_for_host(self, configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str) -> Run:
         """The same as far as host RAM depends on it."""
-        return self._transformed(configuration, facts, grid, trainer, host_transforms(trainer))
+        peaks_only = has_plain_validation(configuration, facts, trainer)
+        return self._transformed(configuration, facts, grid, trainer, host_transforms(trainer), peaks_only)
 
     def _transformed(
-        self, configuration: Configuration, facts: Facts, grid: dict[str, int], trainer: str, by: Iterable[Transform]
+        self,
+        configuration: Configuration,
+        facts: Facts,
+        grid: dict[str, int],
+        trainer: str,
+        by: Iterable[Transform],
+        peaks_only: bool = False,
     ) -> Run:
         run = self.untransformed(configuration, facts.trained_by(trainer), grid).untransformed_copy()
-        run.trainer = trainer
+        run.trainer, run.peaks_only = trainer, peaks_only
         for transform in by:
             transform(run)
         run.sums = {}  # nothing changes it from here on

@@ -287,13 +287,13 @@ class Screen:
         without what is cached before."""
         facts = self.facts(configuration)
         where = grid(facts.model, configuration.job)
-        run = self.run_cache.lay_out(configuration, facts, where, self.trainer)
+        run = self.run_cache.lay_out_for_peaks(configuration, facts, where, self.trainer)
         return allocated_peak(run, self.run_cache.sizes(configuration, facts, where))[0]
 
     def _quick_estimate_at(self, configuration: Configuration, shape: Bucket) -> QuickEstimate:
         facts = self.facts(configuration)
         where = grid(facts.model, configuration.job, shape)
-        run = self.run_cache.lay_out(configuration, facts, where, self.trainer)
+        run = self.run_cache.lay_out_for_peaks(configuration, facts, where, self.trainer)
         allocated, in_optimizer = allocated_peak(run, self.run_cache.sizes(configuration, facts, where))
         correction, outside = facts.measurements.correction, outside_bytes(run)
         device = correction.peak(allocated, allocated, outside).device_bytes

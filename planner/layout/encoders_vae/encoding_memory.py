@@ -58,18 +58,31 @@ class EncodingMemory(NamedTuple):
 def encoding_memory(components: tuple[ComponentPass, ...], workspace_bytes: int, workspaces: int) -> EncodingMemory:
     """The memory of `lay_out_encoding`. Only what cannot be summed from the recordings is laid out and replayed."""
     split = max(component.split_bytes for component in components)
-    if len(components) == 1 and workspaces and (peak := _summed_peak(components[0])) is not None:
-        return EncodingMemory(workspaces * whole_blocks(workspace_bytes) + peak, 0, split)
+    if len(components) == 1 and workspaces and (levels := component_levels(components[0])) is not None:
+        return EncodingMemory(workspaces * whole_blocks(workspace_bytes) + levels.peak, 0, split)
     layout = lay_out_encoding(components, workspace_bytes, workspaces)
     peak = implementation.held(layout.stage.ops, layout.sizes)[1]
     waiting = sum(waiting_bytes(layout.program, component) for component in components)
     return EncodingMemory(peak, waiting, split)
 
 
+class ComponentLevels(NamedTuple):
+    """What a component allocates while it is loaded, runs once and is freed."""
+
+    loading: Level
+    running_peak: int
+    """bytes, beside its weights"""
+
+    @property
+    def peak(self) -> int:
+        """Bytes, weights included."""
+        return max(self.loading.peak, self.loading.rise + self.running_peak)
+
+
 @recording_cache(maxsize=4096)
-def _summed_peak(component: ComponentPass) -> int | None:
-    """The allocated peak of a component that is loaded, encodes and is freed, without laying it out; None where it is
-    loaded or run in another form than it was recorded in."""
+def component_levels(component: ComponentPass) -> ComponentLevels | None:
+    """The levels of a component's encode or decode, without laying it out; None where it is loaded or run in another
+    form than it was recorded in."""
     recorded = component.dtype in ("bf16", "fp32") or (component.dtype == "fp16" and not component.kept_in_fp32)
     if component.tape is None or component.offload != "none" or component.cast or not recorded:
         return None
@@ -79,7 +92,7 @@ def _summed_peak(component: ComponentPass) -> int | None:
     if levels.frees_by_name:
         return None
     if not component.is_repeated:
-        return max(loaded.peak, loaded.rise + encoded.peak)
+        return ComponentLevels(loaded, encoded.peak)
     # As `repeat_over_tiles` has it: each tile beside what was finished before, then all are joined.
     out = levels.outputs["out"]
     finished = FinishedRuns.of(component, out)
@@ -94,7 +107,7 @@ def _summed_peak(component: ComponentPass) -> int | None:
         rise = sum(map(whole_blocks, finished.passes)) + whole_blocks(finished.joined)
     if finished.passes:
         peaks.append(rise + whole_blocks(finished.joined * component.passes))
-    return max(loaded.peak, loaded.rise + max(peaks))
+    return ComponentLevels(loaded, max(peaks))
 
 
 def _levels_at(component: ComponentPass, tile: tuple[int, int]) -> Level:

@@ -3,7 +3,8 @@
 A file's ``TERMS`` are applied after our own transformations and ``encoders_whole``, in order, when a plan names that
 trainer. Its ``BY_VERSION`` has what comes behind them where a plan names ``trainer@version``: an older version that
 measurements are of, another script of the trainer, or a setting that no field of a plan says. Its ``FIRST`` come before
-ours, which look at what they set. A trainer without a file here is priced like ours.
+ours, which look at what they set. ``CHANGES_SAMPLES = True`` says that terms change what is allocated inside a sample's
+denoising or decode. A trainer without a file here is priced like ours.
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ def first_terms(trainer: str) -> tuple[Transform, ...]:
         return ()
     first: tuple[Transform, ...] = getattr(importlib.import_module(_module_of(name)), "FIRST", ())
     return first
+
+
+def change_samples(trainer: str) -> bool:
+    """Whether a trainer's terms change what is allocated inside the denoising or the decode of a sample."""
+    name = trainer.partition("@")[0]
+    return name in NAMES and getattr(importlib.import_module(_module_of(name)), "CHANGES_SAMPLES", False)
 
 
 def _module_of(name: str) -> str:

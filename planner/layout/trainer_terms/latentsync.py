@@ -86,6 +86,7 @@ def _autocast(run: Run, events: list[int]) -> Iterator[int]:
             yield event
 
 
+CHANGES_SAMPLES = True
 TERMS: tuple[Transform, ...] = (
     gradients_until_backward,
     helpers,

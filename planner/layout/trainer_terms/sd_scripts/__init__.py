@@ -66,6 +66,7 @@ def conditioner_kept(run: Run) -> None:
         keep_of_conditioner("sd-scripts", run)
 
 
+CHANGES_SAMPLES = True  # `whole_scores` of a U-Net
 FIRST: tuple[Transform, ...] = (largest_encoder_quantised,)
 TERMS: tuple[Transform, ...] = (
     *(modulation_in_8_bits("sd-scripts"), swap_in_place, outputs_sent_to_cpu, cache_emptied),
