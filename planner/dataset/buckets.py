@@ -9,6 +9,7 @@ resolutions, a clip is assigned once for each of them.
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -23,6 +24,13 @@ from planner.errors import VplanError
 from planner.spec.job import Bucket, Job
 from planner.units import plural
 
+ROUNDED = Fraction(1, 1000)
+"""Seconds by which a time stamp may be late: containers round to milliseconds."""
+
+
+Places = tuple[Fraction, ...]
+"""Rising places in a clip, counted in frames as if all lasted equally long."""
+
 
 class Clip(NamedTuple):
     """A usable file with its caption."""
@@ -35,10 +43,24 @@ class Clip(NamedTuple):
     fps: Fraction
     height: int
     width: int
+    times: tuple[Fraction, ...] = ()
+    """as `Media.times`"""
     reference: Path | None = None
     """the image that it is an edit of, for models that edit images"""
     control: Path | None = None
     """the control video, for models that take one"""
+
+    def shown(self, places: Places, timed: bool) -> tuple[int, ...]:
+        """The frames in the file at these places: the nearest, or, if it is ``timed`` and they last unequally long,
+        those on screen at that moment, so that one comes several times where it stands longer."""
+        if not (timed and self.times):
+            return tuple(int(place + Fraction(1, 2)) for place in places)
+        moments = (place / self.fps + ROUNDED for place in places)
+        return tuple(bisect.bisect_right(self.times, moment) - 1 for moment in moments)
+
+    def seconds(self, index: int) -> Fraction:
+        """When a frame in the file comes on screen. Raises a ZeroDivisionError if the clip has no frame rate."""
+        return self.times[index] if self.times else index / self.fps
 
 
 class Sample(NamedTuple):
@@ -99,9 +121,12 @@ def assign(
                     drawn = dict.fromkeys(_windows(clip, bucket, step, usable, least=2), source.repeats)
                 else:
                     drawn = _drawn(clip, bucket, step, usable, source)
+                chosen: Counter[tuple[int, ...]] = Counter()
+                for places, repeats in drawn.items():
+                    chosen[clip.shown(places, timed=bool(rate) or source.frames == "even")] += repeats
                 made += [
                     Sample(clip, bucket, indices, flip, repeats, source.weight)
-                    for indices, repeats in drawn.items()
+                    for indices, repeats in chosen.items()
                     for flip in ((False, True) if source.flip else (False,))
                 ]
         except VplanError as error:
@@ -137,8 +162,8 @@ def _shapes_of(size: tuple[int, int], job: Job) -> tuple[Bucket, ...]:
     return shapes
 
 
-def _drawn(clip: Clip, bucket: Bucket, step: Fraction, usable: int, source: DataSource) -> dict[tuple[int, ...], int]:
-    """Selections of a clip's frames -> occurrences of each per epoch."""
+def _drawn(clip: Clip, bucket: Bucket, step: Fraction, usable: int, source: DataSource) -> dict[Places, int]:
+    """Selections of places in a clip -> occurrences of each per epoch."""
     if source.frames == "even":
         return {_even(clip.frames, bucket.frames): source.repeats}
     if source.frames == "windows":
@@ -147,21 +172,21 @@ def _drawn(clip: Clip, bucket: Bucket, step: Fraction, usable: int, source: Data
     if source.frames == "first":
         return {first: source.repeats}
     # Depends on nothing but file name and number, so that a resumed run finds what it encoded.
-    last = clip.frames - 1 - first[-1]
+    last = clip.frames - 1 - int(first[-1] + Fraction(1, 2))
     starts = [Random(f"{clip.path.name} {number}").randint(0, last) for number in range(source.repeats)]
-    return {tuple(start + index for index in first): times for start, times in sorted(Counter(starts).items())}
+    return {tuple(start + place for place in first): times for start, times in sorted(Counter(starts).items())}
 
 
-def _windows(clip: Clip, bucket: Bucket, step: Fraction, usable: int, least: int = 1) -> list[tuple[int, ...]]:
-    """The frames of a clip's consecutive windows; frames left over at its end are not used. ``least``: how many windows
+def _windows(clip: Clip, bucket: Bucket, step: Fraction, usable: int, least: int = 1) -> list[Places]:
+    """The places of a clip's consecutive windows; frames left over at its end are not used. ``least``: how many windows
     the model needs. Raises a VplanError if there are fewer, or if it needs several and the clip has no frame rate."""
     count = usable // bucket.frames
     if least > 1 and not clip.fps:
         raise VplanError("has no frame rate")
     if count < least:
         raise VplanError(f"too short: {usable} frames at the model's rate, less than two windows of {bucket.frames}")
-    indices = _rising(count * bucket.frames, step)
-    return [indices[at : at + bucket.frames] for at in range(0, len(indices), bucket.frames)]
+    places = _rising(count * bucket.frames, step)
+    return [places[at : at + bucket.frames] for at in range(0, len(places), bucket.frames)]
 
 
 def _step(clip: Clip, rate: Fraction | None) -> Fraction:
@@ -169,13 +194,13 @@ def _step(clip: Clip, rate: Fraction | None) -> Fraction:
     return max(Fraction(1), clip.fps / rate) if rate and clip.fps else Fraction(1)
 
 
-def _rising(count: int, step: Fraction) -> tuple[int, ...]:
-    """``count`` frame indices from 0 at even steps, rounded to the nearest."""
-    return tuple(int(number * step + Fraction(1, 2)) for number in range(count))
+def _rising(count: int, step: Fraction) -> Places:
+    """``count`` places from 0 at even steps."""
+    return tuple(number * step for number in range(count))
 
 
-def _even(frames: int, count: int) -> tuple[int, ...]:
-    """``count`` of a clip's frames, evenly spaced from the first to the last."""
+def _even(frames: int, count: int) -> Places:
+    """``count`` places in a clip, evenly spaced from the first to the last."""
     step = Fraction(frames - 1, count - 1) if count > 1 else Fraction(0)
     return _rising(count, step)
 
@@ -231,6 +256,8 @@ def _notes(samples: list[Sample], rate: Fraction | None, source: DataSource) -> 
         unused = sum(int((s.clip.frames - 1) / _step(s.clip, rate)) + 1 - len(s.indices) for s in cut)
         share = unused / (used + unused)
         notes.append(f"cut to the length of their shape: {plural(len(cut), 'clip')}, {share:.0%} of all frames unused")
+    if rate and (uneven := [s for s in samples if s.clip.times]):
+        notes.append(f"frames of unequal length, taken by their time stamps: {plural(len(uneven), 'clip')}")
     if cropped := [s for s in samples if kept_picture(s.clip.height, s.clip.width, s.bucket) < 0.9]:
         notes.append(f"cropped by more than a tenth of the picture: {plural(len(cropped), 'file')}")
     if enlarged := [s for s in samples if _enlarged(s.clip, s.bucket) > 1]:

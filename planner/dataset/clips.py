@@ -10,11 +10,17 @@ from typing import Any, NamedTuple
 
 import av
 import numpy
+from av.container import InputContainer
 from av.video.reformatter import VideoReformatter
+from av.video.stream import VideoStream
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 VIDEOS = (".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".gif")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+
+UNEVEN = Fraction(1, 2)
+"""By how many frames one may be early or late in a video that is taken by frame number: containers round time stamps
+to milliseconds."""
 
 Pixels = numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.uint8]]
 """Frames (F, H, W, 3), RGB."""
@@ -36,20 +42,23 @@ class Media(NamedTuple):
     """0 for an image, and for a video that does not state it"""
     height: int
     width: int
+    times: tuple[Fraction, ...] = ()
+    """seconds from the first frame to each, where they do not follow each other evenly"""
 
 
 def probe(path: Path) -> Media:
     """Size, frame count and rate of a file, from its header and, for a video, its first frame. Raises an UnusableError
     for a broken file.
 
-    If a container does not state its number of frames (Matroska), its packets are counted, without decoding them.
+    If a container does not state its number of frames (Matroska), or two rates that differ, as phones and screen
+    recorders write them, its packets are read for their time stamps, without decoding them.
     """
     return _image_size(path) if path.suffix.lower() in IMAGES else _video_size(path)
 
 
 def frames(path: Path, indices: Sequence[int], height: int, width: int, threads: int = 0) -> Pixels:
-    """The frames at increasing `indices`, cropped and resized to (F, height, width, 3). Raises an UnusableError for a
-    broken file.
+    """The frames at `indices`, which never fall but may repeat, cropped and resized to (F, height, width, 3). Raises an
+    UnusableError for a broken file.
 
     Videos are decoded from their start: frame n is the n-th decoded one, whatever its time stamp. ``threads``: decoder
     threads; 0: as many as FFmpeg chooses.
@@ -128,12 +137,10 @@ def _video_size(path: Path) -> Media:
             if not container.streams.video:
                 raise UnusableError("corrupt video (no video stream)")
             stream = container.streams.video[0]
-            count = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
+            count, fps, times = _count_and_rate(container, stream)
             if not count:
                 raise UnusableError("zero frames")
-            rate = stream.average_rate or stream.guessed_rate
-            fps = Fraction(rate) if rate else Fraction(0)
-            # Counting packets may have read to the end of the file.
+            # Reading packets may have come to the end of the file.
             container.seek(0)
             first = next(container.decode(stream), None)
     except (av.FFmpegError, OSError) as error:
@@ -142,11 +149,33 @@ def _video_size(path: Path) -> Media:
         raise UnusableError("zero frames")
     turned = first.rotation % 180 != 0
     height, width = (first.width, first.height) if turned else (first.height, first.width)
-    return Media(count, fps, height, width)
+    return Media(count, fps, height, width, times)
+
+
+def _count_and_rate(container: InputContainer, stream: VideoStream) -> tuple[int, Fraction, tuple[Fraction, ...]]:
+    """(frames, frames per second, `Media.times`) of a video."""
+    stated = Fraction(stream.average_rate or stream.guessed_rate or 0)
+    if stream.frames and stated and _nearly(stated, Fraction(stream.base_rate or stated)):
+        return stream.frames, stated, ()
+    stamps = [packet.pts for packet in container.demux(stream) if packet.size]
+    if len(stamps) < 2 or None in stamps or stream.time_base is None:
+        return len(stamps), stated, ()
+    first, *_, last = ordered = sorted(stamp for stamp in stamps if stamp is not None)
+    if first == last:
+        return len(stamps), stated, ()
+    fps = (len(stamps) - 1) / (Fraction(last - first) * stream.time_base)
+    times = tuple((stamp - first) * stream.time_base for stamp in ordered)
+    if all(abs(seconds * fps - number) <= UNEVEN for number, seconds in enumerate(times)):
+        return len(stamps), stated if _nearly(stated, fps) else fps.limit_denominator(1001), ()
+    return len(stamps), fps, times
+
+
+def _nearly(one: Fraction, other: Fraction) -> bool:
+    return abs(one - other) <= other / 100
 
 
 def _video_frames(path: Path, indices: Sequence[int], size: tuple[int, int], threads: int) -> Pixels:
-    numbers, pictures, last = frozenset(indices), [], max(indices)
+    numbers, pictures, last = frozenset(indices), {}, max(indices)
     reformatter = VideoReformatter()  # keeps its tables; frame.reformat would make them for each frame
     try:
         with av.open(str(path)) as container:
@@ -159,14 +188,14 @@ def _video_frames(path: Path, indices: Sequence[int], size: tuple[int, int], thr
                     picture = Image.fromarray(reformatter.reformat(frame, format="rgb24").to_ndarray())
                     if frame.rotation:
                         picture = picture.rotate(frame.rotation, expand=True)
-                    pictures.append(numpy.asarray(_fit(picture, *size)))
+                    pictures[number] = numpy.asarray(_fit(picture, *size))
                 if number == last:
                     break
     except (av.FFmpegError, OSError) as error:
         raise UnusableError(f"corrupt video ({_short(error)})") from None
     if len(pictures) < len(numbers):
         raise UnusableError(f"corrupt video (it ends before frame {last})")
-    return numpy.stack(pictures)
+    return numpy.stack([pictures[index] for index in indices])
 
 
 def _fit(picture: Image.Image, height: int, width: int) -> Image.Image:

@@ -343,7 +343,7 @@ class CacheBuild:
         encoder.generator = torch.Generator().manual_seed(int(key[:15], 16))
         clip = sample.clip
         encoder.size = (clip.height, clip.width)
-        encoder.source, encoder.times = clip.path, tuple(index / clip.fps for index in sample.indices if clip.fps)
+        encoder.source, encoder.times = clip.path, tuple(map(clip.seconds, sample.indices)) if clip.fps else ()
         pictures = {role: _mirrored(torch.from_numpy(pixels), sample) for role, pixels in frames.items()}
         encoder.reference, encoder.control = pictures.get("reference"), pictures.get("control")
         with torch.inference_mode():
