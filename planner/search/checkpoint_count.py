@@ -110,11 +110,11 @@ class CheckpointCount:
             return most if bracket.high is None else (bracket.low + bracket.high) // 2
         if not bracket.is_known:  # what a lower bound leaves is close
             return bracket.low + 1
-        quick, overhead = self._quick(job, strategy, bracket.low), self.feasibility.overhead(strategy)
+        expected = self.feasibility.expected_bytes(self._quick(job, strategy, bracket.low))
         blocks = self._block_bytes(job, strategy)
         if not blocks or not min(blocks):
             return (bracket.low + most + 1) // 2
-        short = quick.device_bytes - self.feasibility.room(verdict) / overhead
+        short = expected - self.feasibility.room(verdict)
         return min(most, bracket.low + max(1, math.ceil(short / max(blocks))))
 
     def _block_bytes(self, job: Job, strategy: ResolvedStrategy) -> list[int]:

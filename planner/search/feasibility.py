@@ -7,6 +7,8 @@ really is, and later questions about the same strategy count that in.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from planner.layout import margin
 from planner.search.policy import Policy
 from planner.search.question import Question
@@ -31,6 +33,8 @@ class Feasibility:
         """strategies at the shapes at which they were ranked or estimated"""
         self._overheads: dict[ResolvedStrategy, float] = {}
         """`_counted` strategy -> device bytes of its replays over those of its quick estimates, the most seen"""
+        self._in_part: dict[tuple[Job, ResolvedStrategy], dict[int, int]] = {}
+        """job and `_counted` strategy -> checkpointed blocks, where not all are -> device bytes of the replay"""
 
     def quick_estimate(
         self, job: Job, strategy: ResolvedStrategy, recorded: Configuration | None = None
@@ -50,9 +54,29 @@ class Feasibility:
         return self._overheads.get(_counted(strategy), 1.0) if self._overheads else 1.0
 
     def expected_bytes(self, quick: QuickEstimate) -> int:
-        """The device peak in bytes that a replay will probably give: the quick estimate times the strategy's
-        overhead."""
-        return int(quick.device_bytes * self.overhead(quick.strategy))
+        """The device peak in bytes that a replay will probably give: the quick estimate times the strategy's overhead,
+        or less where replays with other numbers of checkpointed blocks say so."""
+        expected = int(quick.device_bytes * self.overhead(quick.strategy))
+        replays = self._in_part.get((quick.job, _counted(quick.strategy)), {})
+        if not replays or expected >= NEVER * quick.device_bytes:
+            return expected
+        return min(expected, max(quick.device_bytes, self._by_replays(quick, replays)))
+
+    def _by_replays(self, quick: QuickEstimate, replays: Mapping[int, int]) -> int:
+        """Device bytes on the line through the two replays with the nearest numbers of checkpointed blocks: what is
+        reserved falls with each block alike, also where the allocated peak is in a phase that no block lowers. With one
+        replay the line ends at the quick estimate with the most blocks."""
+        count, most = quick.strategy.checkpointed_blocks, self.question.model.blocks - 1
+        assert count is not None
+        points = dict(replays)
+        if len(points) == 1 and most not in points:
+            whole = quick.strategy.replace(checkpointed_blocks=most)
+            points[most] = self.quick_estimate(quick.job, whole).device_bytes
+        (near, nbytes), *further = sorted(points.items(), key=lambda point: abs(point[0] - count))
+        if not further:
+            return nbytes
+        far, other = further[0]
+        return nbytes + (other - nbytes) * (count - near) // (far - near)
 
     def learn(self, replayed: Estimate) -> None:
         """Records how much more device memory a replay took than the quick estimate (fragmentation), for its
@@ -61,6 +85,9 @@ class Feasibility:
         overhead = replayed.peak.device_bytes / self.quick_estimate(replayed.job, strategy).device_bytes
         bare = _counted(strategy)
         self._overheads[bare] = max(overhead, self._overheads.get(bare, 1.0))
+        if strategy.checkpointed_blocks is not None:
+            replays = self._in_part.setdefault((replayed.job, bare), {})
+            replays[strategy.checkpointed_blocks] = replayed.peak.device_bytes
 
     def give_up(self, strategy: ResolvedStrategy) -> None:
         """Records that a strategy cannot be replayed, so that it never fits."""

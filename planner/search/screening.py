@@ -29,7 +29,7 @@ from planner.search import lower_bounds
 from planner.search.lower_bounds import keeps_all
 from planner.search.run_cache import RunCache, TapeSizes
 from planner.spec.configuration import Configuration
-from planner.spec.job import SPLIT, Bucket
+from planner.spec.job import SPLIT, Bucket, Job
 from planner.spec.rules import ResolvedStrategy
 from planner.tape.program import Stage
 
@@ -48,6 +48,7 @@ RUNS_KEPT = 8
 class QuickEstimate(NamedTuple):
     """What a strategy needs at the worst of the job's shapes, from its tape without a replay: bytes and seconds."""
 
+    job: Job
     strategy: ResolvedStrategy
     allocated_bytes: int
     device_bytes: int
@@ -217,6 +218,7 @@ class Screen:
             shapes = [self._quick_estimate_at(configuration, shape) for shape in configuration.job.shapes]
             worst = max(shapes, key=lambda at_shape: at_shape.allocated_bytes)
             self._quick_estimates[configuration] = QuickEstimate(
+                configuration.job,
                 configuration.strategy,
                 worst.allocated_bytes,
                 worst.device_bytes,
@@ -306,7 +308,9 @@ class Screen:
         ram = host_ram.ram_bytes(run, configuration.machine)
         states = run.total_bytes(run.named("optimizer").values())
         states *= run.trained_experts
-        return QuickEstimate(configuration.strategy, allocated, device, ram, seconds, in_optimizer, states)
+        return QuickEstimate(
+            configuration.job, configuration.strategy, allocated, device, ram, seconds, in_optimizer, states
+        )
 
 
 def allocated_peak(run: Run, base: TapeSizes | None = None) -> tuple[int, bool]:

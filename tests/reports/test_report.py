@@ -122,7 +122,8 @@ def test_columns_and_rows_are_shapes_the_model_takes() -> None:
 
 
 def look(strategy: Strategy, gib: int, seconds: float, ram: int = 0) -> QuickEstimate:
-    return QuickEstimate(strategy, gib * GIB, gib * GIB, ram, seconds, False, 0)
+    job = Job(model=MODEL.name, frames=17, height=480, width=832)
+    return QuickEstimate(job, strategy, gib * GIB, gib * GIB, ram, seconds, False, 0)
 
 
 def test_the_front_and_the_ladder() -> None:

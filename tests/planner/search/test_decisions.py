@@ -84,7 +84,9 @@ class Linear(Screen):
         strategy = configuration.strategy
         self.swapped.append(strategy.swap_blocks)
         device_bytes = self.unswapped_bytes - strategy.swap_blocks * 2**30
-        return QuickEstimate(strategy, device_bytes, device_bytes, 0, 1.0, in_optimizer=False, states_bytes=0)
+        return QuickEstimate(
+            configuration.job, strategy, device_bytes, device_bytes, 0, 1.0, in_optimizer=False, states_bytes=0
+        )
 
     def swapped_bytes(self, configuration: Configuration) -> int:
         return (configuration.strategy.swap_blocks - 2) * 2**30
