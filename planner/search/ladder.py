@@ -36,8 +36,11 @@ def quick_estimates(search: Search, job: Job) -> tuple[QuickEstimate, ...]:
 
 
 def ladder(search: Search, job: Job, estimates: Iterable[QuickEstimate]) -> tuple[QuickEstimate, ...]:
-    """Those of the estimates, in a search's order of preference, that need less memory than all before them."""
+    """Those of the estimates, in a search's order of preference, that need less memory than all before them; last the
+    tightest for which the host lacks RAM, where it needs less than these: a shorter clip may have the RAM, and where
+    none has, that is what is short."""
     start = search.space.baseline(job)
+    estimates = tuple(estimates)
     within_ram = [quick for quick in estimates if search.feasibility.has_ram(quick)]
     fastest = min((quick.step_seconds for quick in within_ram), default=1.0)
 
@@ -46,7 +49,8 @@ def ladder(search: Search, job: Job, estimates: Iterable[QuickEstimate]) -> tupl
         return speed, effort(start, quick.strategy), quick.device_bytes
 
     rungs: list[QuickEstimate] = []
-    for quick in sorted(within_ram, key=preference):
+    lacking = [quick for quick in estimates if not search.feasibility.has_ram(quick)]
+    for quick in (*sorted(within_ram, key=preference), *sorted(lacking, key=lambda quick: quick.device_bytes)[:1]):
         if not rungs or quick.device_bytes < TIGHTER * min(rung.device_bytes for rung in rungs):
             rungs.append(quick)
     return tuple(rungs[: MOST_RUNGS - 1] + rungs[MOST_RUNGS - 1 :][-1:])
