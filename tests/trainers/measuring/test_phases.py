@@ -62,7 +62,7 @@ def test_published_weights_and_every_bucket(place: runs.Place, tmp_path: Path, m
     measure(wanted(place, tmp_path / "scratch"), report)
     assert (report.facts["outcome"], report.facts["missing"][1:]) == ("ok", [])
     # Two micro-batches each: the first step, one of each shape with the largest last, two steady steps, and one whose
-    # passes are measured apart. Then one forward alone, whose work is counted.
+    # passes are measured apart. Then one forward alone, whose attention kernels are named.
     assert shapes == [(2, 2)] * 2 + [(1, 1)] * 2 + [(2, 2)] * (2 + 4 + 2 + 1)
     assert len(report.facts["losses"]) == 6 and len(report.facts["step_seconds"]) == 2
     published = runs.tensors(place.root / "model")

@@ -15,9 +15,9 @@ from planner.catalog import diffusers_folder, lookup, user_data
 from planner.commands import cli, record
 from planner.commands._shared import own_model
 from planner.errors import VplanError
-from planner.hardware import doctor
 from planner.tape.packs import digest
 from planner.tape.variants.variant import OLDER
+from tests.planner.drivers import Computer
 from tests.trainers.recording.in_process import InProcess
 from trainers.recording import op_table
 from trainers.recording.own import Derived, complete, derive
@@ -197,8 +197,8 @@ def test_a_table_of_positions_that_is_too_short_is_named(tmp_path: Path, own_hom
     assert user_data.model_names() == ()
 
 
-def test_under_an_older_torch_its_steps_are_recorded_first_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "torch_release", lambda: "2.11")
+def test_under_an_older_torch_its_steps_are_recorded_first_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Computer(monkeypatch, tmp_path / "computer").has_packages(torch="2.11.0")
     names = list(own_model.first_variants(lookup.model("wan2.1-t2v-1.3b")))
     assert len(names) == len(set(names)) == 28
     assert sum(name.endswith(OLDER) for name in names) == 12
