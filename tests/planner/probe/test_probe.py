@@ -1,4 +1,4 @@
-"""The parent of a probe: what it makes of a worker that tells, dies, hangs or refuses; and the files of rows."""
+"""The parent of a probe: what it makes of a worker that tells, dies, hangs or refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from planner.catalog import card_lookup
 from planner.catalog.plan_id import row_id
 from planner.commands import cli
 from planner.errors import VplanError
-from planner.evidence.jsonl import append_row, rows_by_id
+from planner.evidence.jsonl import append_row
 from planner.evidence.ledger import Ledger, default_path
 from planner.evidence.published import read_rows
 from planner.hardware import nvml
@@ -440,36 +440,6 @@ def test_a_row_is_named_by_what_the_plan_asks() -> None:
     assert name == row_id(plan(weights_dtype="bf16")) == row_id(plan(lora_rank=16))  # said or by default
     others = [row_id(plan(frames=9)), row_id(plan(gpu="48GB")), row_id(plan(), {"num_layers": 2})]
     assert len({name, *others}) == 4
-
-
-# ---- files of rows
-
-
-def test_rows_are_appended_and_found(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    assert rows_by_id(path) == {}
-    for name in ("a", "b"):
-        append_row(path, {"id": name})
-    assert list(rows_by_id(path)) == ["a", "b"]
-
-
-@pytest.mark.parametrize(("tail", "kept"), [(b'{"id": "b", "mea', ["a", "c"]), (b'{"id": "b"}', ["a", "b", "c"])])
-def test_a_torn_last_line_is_no_row(tmp_path: Path, tail: bytes, kept: list[str]) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"id": "a"}\n' + tail)
-    assert list(rows_by_id(path)) == kept[:-1]
-    append_row(path, {"id": "c"})
-    assert list(rows_by_id(path)) == kept
-    assert path.read_bytes().startswith(b'{"id": "a"}\n')
-
-
-def test_a_damaged_row_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"id": "a"}\nnonsense\n{"id": "b"}\n')
-    with pytest.raises(VplanError, match=r"rows\.jsonl:2 is damaged"):
-        rows_by_id(path)
-    with pytest.raises(VplanError, match="cannot write"):
-        append_row(tmp_path, {"id": "a"})
 
 
 # ---- the command

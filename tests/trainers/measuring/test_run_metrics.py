@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.trainers import runs  # noqa: E402
-from trainers.measuring.run_metrics import COUNTERS, append  # noqa: E402
+from trainers.measuring.run_metrics import COUNTERS  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +100,3 @@ def test_a_step_that_runs_out_of_memory_leaves_a_line(
     assert runs.train(wan.request(tmp_path))["outcome"] == "host-oom"
     last = memory(tmp_path)[-1]
     assert (last["phase"], last["step"], last["failed"]) == ("train", 1, True)
-
-
-def test_a_line_that_was_cut_off_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    append(path, [{"a": 1}])
-    path.open("a").write('{"b"')
-    append(path, [{"c": 3}])
-    assert path.read_text() == '{"a": 1}\n{"c": 3}\n'
-    append(None, [{"a": 1}])
