@@ -31,7 +31,8 @@ from planner.hardware import nvml
 from planner.launch import launch
 from planner.launch.supported import supported_plan
 from planner.probe import probe as probing
-from planner.probe.probe import classify, facts_of_all_ranks, measurement_of, probe
+from planner.probe.probe import probe
+from planner.probe.reported_facts import classify, facts_of_all_ranks, measurement_of
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, write_plan
 from planner.units import GIB
