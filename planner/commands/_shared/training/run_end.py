@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
     from planner.spec.plan import Estimate
 
-FINAL = "final"
-"""The folder of the trained weights, in the run's."""
-
 
 def show_finished(
     request: launch.RunRequest,
@@ -36,7 +33,7 @@ def show_finished(
     last, output = follower.last or {}, Path(request.output)
     answer = {
         "output": str(output),
-        "weights": str(output / FINAL),
+        "weights": str(output / launch.FINAL),
         "checkpoint": str(output / checkpoints.FOLDER / checkpoints.folder_name(request.steps)),
         "steps": request.steps,
         "training": {name: value for name, value in request.plan.training.to_json().items() if value is not None},
