@@ -194,9 +194,8 @@ def _refuse(error: VplanError, *, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(json.dumps({"schema": 1, "error": {"message": error.message, "fix": error.fix}}) + "\n")
     else:
-        text = (
-            f"error: {error.message}\nfix: {error.fix}\n"  # escapes as text: `planner.terminal` may be another's here
-        )
+        text = f"error: {error.message}\nfix: {error.fix}\n"
+        # Escapes as text. Not by `planner.terminal`, which may be another's here.
         sys.stderr.write("".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text))
     return error.exit_code
 

@@ -88,6 +88,9 @@ HASH_SEED = ("PYTHONHASHSEED", "0")
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of linux/prctl.h: orphans below this process become its own children."""
 
+PYTHON = sys.executable
+"""This Python. A test that sets another for its workers means that program (`tests.planner.conftest.worker`)."""
+
 _Popen = subprocess.Popen
 _is_fork = False
 """Whether this is the server, or a process forked from it."""
@@ -143,7 +146,7 @@ def _start(asked: Mapping[str, Any]) -> Start | None:
     """The process to fork; None if a new one must be started."""
     words = [asked["args"]] if isinstance(asked["args"], str) else [os.fsdecode(word) for word in asked["args"]]
     untold = ("preexec_fn", "pass_fds", "shell", "gid", "gids", "uid")
-    if words[0] != sys.executable or any(asked[name] for name in untold) or asked["process_group"] not in (None, -1):
+    if words[0] != PYTHON or any(asked[name] for name in untold) or asked["process_group"] not in (None, -1):
         return None
     environment = asked_environment(asked)
     if _read_at_start(environment) != _read_at_start(os.environ):
@@ -206,7 +209,7 @@ class _Server:
     def __init__(self, preload: str) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A command line with the word by which a worker is known (`planner.launch.run_history.is_worker`).
-        command = [sys.executable, "-m", __name__, "worker"]
+        command = [PYTHON, "-m", __name__, "worker"]
         # DeepSpeed looks for the device when it is imported.
         environment = dict([HASH_SEED]) | os.environ | {"DS_ACCELERATOR": "cpu"}
         environment |= {"LD_PRELOAD": preload} if preload else {}

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from planner.catalog import lookup
 from planner.errors import VplanError
 from planner.launch import checkpoint_layout, checkpoints, training_settings
-from planner.launch.launch import MEMORY, METRICS, NAN, RunRequest
+from planner.launch.launch import FINAL, MEMORY, METRICS, NAN, RunRequest
 from planner.launch.stop import STOP_REQUEST
 from planner.launch.weight_files import model_folder
 from planner.spec.plan import plan_to_toml
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from trainers.step.step import Batch
     from trainers.step.weights import Begin, Weights
 
-FINAL = "final"
 DRIVE = "offload"
 """Subfolder of the run's folder for what is offloaded to a drive. It may be a link to another drive."""
 UNTRACKED = ("step", "phase", "unix_seconds")
@@ -131,7 +130,7 @@ class TrainingRun:
         self.unread: tuple[dict[str, Any], LateLoss] | None = None
         """the last step's line of metrics, and its loss, which has not been read yet"""
         self.stopping = False
-        """Whether the run was asked to stop; all ranks learn it after the same step"""
+        """whether the run was asked to stop; all ranks learn it after the same step"""
         self.rate = rates(self.request)
         self.samples = self._samples()
         self.kernels_watched = False

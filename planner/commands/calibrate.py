@@ -21,7 +21,7 @@ from planner.commands._shared.verb import DONE, FiniteRange, Verb, examples, jso
 from planner.commands.probe import FAILED, keep
 from planner.errors import VplanError, quoted
 from planner.estimate.roofline import LAUNCH_SECONDS
-from planner.evidence import calibration
+from planner.evidence import calibration as calibration_files
 from planner.evidence.calibration import Calibration, calibrated
 from planner.evidence.from_ledger import measurements_of
 from planner.evidence.ledger import Ledger, default_path
@@ -53,25 +53,25 @@ SHARED = frozenset({
 
 def _grid_options(function: Any) -> Any:
     """The options that belong to --grid."""
-    said = {"cls": GridOption}
+    kind = {"cls": GridOption}
     for option in reversed((
-        click.option("--grid", metavar="FILE", help="Measure only the plans of a grid.", **said),
-        click.option("-o", "--output", metavar="ROWS.jsonl", help="File to append each row to.", **said),
+        click.option("--grid", metavar="FILE", help="Measure only the plans of a grid.", **kind),
+        click.option("-o", "--output", metavar="ROWS.jsonl", help="File to append each row to.", **kind),
         click.option("--max-minutes", type=FiniteRange(0.1, 10_000), metavar="MINUTES",
-                     help="Start no plan that would end after this many minutes.", **said),
-        click.option("--dry-run", is_flag=True, help="Print the order and expected seconds; measure nothing.", **said),
-        click.option("--retry", is_flag=True, help="Repeat rows that crashed or timed out.", **said),
+                     help="Start no plan that would end after this many minutes.", **kind),
+        click.option("--dry-run", is_flag=True, help="Print the order and expected seconds; measure nothing.", **kind),
+        click.option("--retry", is_flag=True, help="Repeat rows that crashed or timed out.", **kind),
         click.option("--histories", metavar="DIR",
                      help="Run plans that are off by 1 % allocated or 3 % device again, to record their "
-                     "history for `vplan accuracy --history DIR/ID.json`.", **said),
+                     "history for `vplan accuracy --history DIR/ID.json`.", **kind),
         click.option("--runner", "runner_name", type=click.Choice(["real", "rehearse", "simulate"]), default="real",
                      help="rehearse: use no GPU, but a virtual one, for memory alone; simulate: a simulated machine "
-                     "drawn from --seed.  [default: real]", **said),
-        click.option("--gpu", metavar="CARD", help="Card to rehearse on or to simulate.", **said),
+                     "drawn from --seed.  [default: real]", **kind),
+        click.option("--gpu", metavar="CARD", help="Card to rehearse on or to simulate.", **kind),
         click.option("--python", metavar="PATH", help="Python with the CUDA wheel of PyTorch, for rehearse.  "
-                     "[default: VPLAN_CUDA_PYTHON]", **said),
+                     "[default: VPLAN_CUDA_PYTHON]", **kind),
         click.option("--seed", type=click.IntRange(0, 2**31), default=0, metavar="N",
-                     help="Seed of the simulated machine.", **said),
+                     help="Seed of the simulated machine.", **kind),
     )):  # fmt: skip
         function = option(function)
     return function
@@ -143,18 +143,18 @@ def command(
     if share is not None and not Path(share).absolute().parent.is_dir():
         raise VplanError(f"there is no folder for --share {quoted(share)}", "create it, or choose another file")
     echo("measuring the GPU ...", err=True)
-    found = Calibration.read(measure_device(device), "what the device told")
-    path = calibration.write(found)
+    calibration = Calibration.read(measure_device(device), "what the device told")
+    path = calibration_files.write(calibration)
     rows = list(_probe(_plans(names, card), device, time_limit)) if probes else []
-    shared = _share(share, found) if share is not None else None
+    shared = _share(share, calibration) if share is not None else None
     answer: dict[str, Any] = {
-        "calibration": found.to_json(),
+        "calibration": calibration.to_json(),
         "path": str(path),
         "probes": [row.to_json() for row in rows],
         "corrections": {name: list(measurements_of(name, card).correction.words) for name in names} if card else {},
         "shared": shared,
     }
-    show(answer, as_json, lambda console: _render(console, answer, found, card, rows))
+    show(answer, as_json, lambda console: _render(console, answer, calibration, card, rows))
     return FAILED if any(row.measured.outcome in ("crash", "timeout") for row in rows) else DONE
 
 
@@ -172,20 +172,21 @@ def _refuse_mixed(grid: bool) -> None:
             raise VplanError(f"{word} cannot be used with --grid, which has its own plans", f"leave out {word}", USAGE)
 
 
-def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool, said: dict[str, Any]) -> int:
+def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool, typed: dict[str, Any]) -> int:
     from planner.commands._shared.grid_campaign import GridOptions, Where, measure
 
-    asked = GridOptions(
-        grid=str(profiles.grid(said["grid"]) or said["grid"]), output=said["output"], max_minutes=said["max_minutes"],
-        dry_run=said["dry_run"], retry=said["retry"], histories=said["histories"], time_limit=time_limit,
+    options = GridOptions(
+        grid=str(profiles.grid(typed["grid"]) or typed["grid"]), output=typed["output"],
+        max_minutes=typed["max_minutes"], dry_run=typed["dry_run"], retry=typed["retry"],
+        histories=typed["histories"], time_limit=time_limit,
     )  # fmt: skip
-    asked.check()
-    if said["python"] is not None and said["runner_name"] != "rehearse":
+    options.check()
+    if typed["python"] is not None and typed["runner_name"] != "rehearse":
         raise VplanError("--python is for rehearsals", "add --runner rehearse, or leave it out", USAGE)
-    if said["runner_name"] != "real":
+    if typed["runner_name"] != "real":
         with contextlib.ExitStack() as stack:
-            return measure(asked, _unreal(said, stack), as_json)
-    if said["gpu"] is not None:
+            return measure(options, _unreal(typed, stack), as_json)
+    if typed["gpu"] is not None:
         raise VplanError("--gpu is for simulated runs and rehearsals; a grid is measured on this machine's card",
                          "add --runner rehearse or simulate, or leave it out", USAGE)  # fmt: skip
     card = None if device == "cpu" else _card()
@@ -198,25 +199,25 @@ def _measure_grid(device: Literal["cuda", "cpu"], time_limit: int, as_json: bool
     with contextlib.ExitStack() as stack:
         forks = device == "cuda" and sys.platform == "linux"
         server = stack.enter_context(ForkServer(sys.executable)) if forks else None
-        command = f"vplan calibrate --grid {Path(asked.grid).name}"
+        command = f"vplan calibrate --grid {Path(options.grid).name}"
         runner = RealRunner(device=device, command=command, profiles=True, python=WorkerPython(server=server))
-        return measure(asked, Where(runner, machine, memory["limit_bytes"] or memory["total_bytes"], device), as_json)
+        return measure(options, Where(runner, machine, memory["limit_bytes"] or memory["total_bytes"], device), as_json)
 
 
-def _unreal(said: dict[str, Any], stack: contextlib.ExitStack) -> Where:
+def _unreal(typed: dict[str, Any], stack: contextlib.ExitStack) -> Where:
     """The virtual or simulated machine to measure on. ``stack`` ends the processes it starts."""
     from planner.commands._shared.grid_campaign import Where
     from planner.rehearsal.cards import MOST_CARDS
 
-    machine = Machine(gpu=card_lookup.parse_gpus(said["gpu"] or "h100-80gb")[1].name, gpus=MOST_CARDS)
-    if said["runner_name"] == "simulate":
+    machine = Machine(gpu=card_lookup.parse_gpus(typed["gpu"] or "h100-80gb")[1].name, gpus=MOST_CARDS)
+    if typed["runner_name"] == "simulate":
         from planner.probe.simulated import SimulatedRunner
 
-        return Where(SimulatedRunner(said["seed"]), machine, None, "none")
+        return Where(SimulatedRunner(typed["seed"]), machine, None, "none")
     from planner.rehearsal.probe_runner import RehearsalRunner, cuda_interpreter, torch_release
 
-    interpreter = cuda_interpreter(said["python"])
-    command = f"vplan calibrate --grid {Path(said['grid']).name} --runner rehearse"
+    interpreter = cuda_interpreter(typed["python"])
+    command = f"vplan calibrate --grid {Path(typed['grid']).name} --runner rehearse"
     runner = RehearsalRunner(
         interpreter=interpreter,
         command=command,
@@ -242,10 +243,10 @@ def _card() -> GpuProfile:
 
 
 def _plans(names: Sequence[str], card: GpuProfile | None) -> list[Plan]:
-    found = [plan for name in names for plan in plans(name, card)]
-    if not found:
+    fitting = [plan for name in names for plan in plans(name, card)]
+    if not fitting:
         echo("no plan of the grid fits this card: nothing is probed", err=True)
-    return found
+    return fitting
 
 
 def _probe(grid: Sequence[Plan], device: Literal["cuda", "cpu"], time_limit: int) -> Iterator[ProbeRow]:
@@ -262,11 +263,11 @@ def _probe(grid: Sequence[Plan], device: Literal["cuda", "cpu"], time_limit: int
         yield row
 
 
-def _share(path: str, found: Calibration) -> int:
+def _share(path: str, calibration: Calibration) -> int:
     """Writes the rows of this GPU, driver and torch for bundled models; returns their number."""
     bundled = profiles.model_names()
-    rows = [row for row in Ledger(default_path()).rows() if Setup.of(row.env) == found.setup and is_of_a_gpu(row)]
-    lines = [json.dumps(_without_owner(row, found).to_json()) for row in rows if row.job.model in bundled]
+    rows = [row for row in Ledger(default_path()).rows() if Setup.of(row.env) == calibration.setup and is_of_a_gpu(row)]
+    lines = [json.dumps(_without_owner(row, calibration).to_json()) for row in rows if row.job.model in bundled]
     try:
         write_file(Path(path), "".join(line + "\n" for line in lines))
     except OSError as error:
@@ -274,19 +275,25 @@ def _share(path: str, found: Calibration) -> int:
     return len(lines)
 
 
-def _without_owner(row: ProbeRow, found: Calibration) -> ProbeRow:
+def _without_owner(row: ProbeRow, calibration: Calibration) -> ProbeRow:
     """A row without paths, logs and the typed command."""
     details = {name: value for name, value in row.details.items() if name in SHARED}
-    measured = {"outside_bytes": found.outside_bytes, "workspaces": found.workspaces, **found.rates.to_json()}
-    return row.replace(details={**details, "calibration": measured}, env=row.env.replace(command="vplan probe"))
+    memory = {"outside_bytes": calibration.outside_bytes, "workspaces": calibration.workspaces}
+    details["calibration"] = {**memory, **calibration.rates.to_json()}
+    return row.replace(details=details, env=row.env.replace(command="vplan probe"))
 
 
 def _render(
-    console: Console, answer: dict[str, Any], found: Calibration, card: GpuProfile | None, rows: Sequence[ProbeRow]
+    console: Console,
+    answer: dict[str, Any],
+    calibration: Calibration,
+    card: GpuProfile | None,
+    rows: Sequence[ProbeRow],
 ) -> None:
-    console.print(f"{found.gpu}, driver {found.driver}, torch {found.torch}", style="bold", markup=False)
-    here = calibrated(card, found) if card else None
-    console.print(table(("", ">measured", ">listed"), list(_numbers(found, card, here))), "")
+    title = f"{calibration.gpu}, driver {calibration.driver}, torch {calibration.torch}"
+    console.print(title, style="bold", markup=False)
+    here = calibrated(card, calibration) if card else None
+    console.print(table(("", ">measured", ">listed"), list(_numbers(calibration, card, here))), "")
     if rows:
         console.print(table(("probe", "outcome", ">device GiB", ">s/step"), [_cells(row) for row in rows]), "")
     for words in answer["corrections"].values():
@@ -297,18 +304,18 @@ def _render(
         console.print(f"{answer['shared']} measurements written for sharing")
 
 
-def _numbers(found: Calibration, card: GpuProfile | None, here: GpuProfile | None) -> Iterator[list[str]]:
+def _numbers(calibration: Calibration, card: GpuProfile | None, here: GpuProfile | None) -> Iterator[list[str]]:
     """Measured numbers next to listed ones, one per line."""
 
     def listed(value: float | None, unit: str) -> str:
         return "-" if value is None else f"{value:.4g} {unit}"
 
-    rates = found.rates
-    context = None if found.outside_bytes is None else _mib(found.outside_bytes)
+    rates = calibration.rates
+    context = None if calibration.outside_bytes is None else _mib(calibration.outside_bytes)
     yield ["context and kernels", context or "-", _mib(card.context_bytes) if card else "-"]
-    gives = None if found.total_bytes is None else format_gib(found.total_bytes)
+    gives = None if calibration.total_bytes is None else format_gib(calibration.total_bytes)
     yield ["gives", gives or "-", format_gib(card.allocatable_bytes) if card else "-"]
-    for name, value in found.workspaces.items():
+    for name, value in calibration.workspaces.items():
         if value:
             yield [f"workspace of {name}", _mib(value), "-"]
     yield [
@@ -320,8 +327,8 @@ def _numbers(found: Calibration, card: GpuProfile | None, here: GpuProfile | Non
     yield ["attention, forward and backward", f"{forward / 1e12:.4g} and {backward / 1e12:.4g} TFLOP/s", "-"]
     copy = listed(card.bandwidth_gbs if card else None, "GB/s at most")
     yield ["memory", f"{rates.copy_bytes_per_second / 1e9:.4g} GB/s", copy]
-    if found.launch_seconds:
-        took, usual = (f"{seconds * 1e6:.3g} us" for seconds in (found.launch_seconds, LAUNCH_SECONDS))
+    if calibration.launch_seconds:
+        took, usual = (f"{seconds * 1e6:.3g} us" for seconds in (calibration.launch_seconds, LAUNCH_SECONDS))
         yield ["CPU time of an operator", took, usual]
     link = f"{rates.to_device_bytes_per_second / 1e9:.4g} and {rates.to_host_bytes_per_second / 1e9:.4g} GB/s"
     yield ["to the device and back", link, listed(card.link_gbs if card else None, "GB/s")]

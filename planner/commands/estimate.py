@@ -69,43 +69,43 @@ def command(
     length = asked_length(said, proposes=asked.wants_shapes)
     auto = asked.wants_shapes
     asked, most = with_proposed_shapes(asked, said)
-    question, found, facts = estimated(asked)
+    question, estimate, facts = estimated(asked)
 
     def facts_of(job: Job) -> Facts:
-        candidate = replace(found.configuration, job=job)
+        candidate = replace(estimate.configuration, job=job)
         return with_learned(load_facts(candidate, question.model, question.gpu), asked.trainer)
 
     def price(job: Job) -> Estimate:
-        return assess(replace(found.configuration, job=job), facts_of(job), asked.trainer).estimate
+        return assess(replace(estimate.configuration, job=job), facts_of(job), asked.trainer).estimate
 
-    even = with_batch_sizes(found, price, most) if auto else None
+    even = with_batch_sizes(estimate, price, most) if auto else None
     if even:
-        found, facts = even.plan, facts_of(even.plan.job)
-    whole = length.of(found, facts, asked.trainer) if length else None
+        estimate, facts = even.plan, facts_of(even.plan.job)
+    whole = length.of(estimate, facts, asked.trainer) if length else None
     refuse_without_cuda(question.gpu, {"-o": bool(output), "--report": bool(report)})
     if output:
-        save_plan(Plan.of(found, trainer=asked.trainer), output)
+        save_plan(Plan.of(estimate, trainer=asked.trainer), output)
 
     if report:
-        write_report(report, [(output or "plan.toml", Plan.of(found, trainer=asked.trainer))])
+        write_report(report, [(output or "plan.toml", Plan.of(estimate, trainer=asked.trainer))])
 
     def render(console: Console) -> None:
-        print_answer(console, question, found)
-        print_estimate(console, found, whole)
-        print_assumptions(console, question, found)
+        print_answer(console, question, estimate)
+        print_estimate(console, estimate, whole)
+        print_assumptions(console, question, estimate)
         if even:
             print_shapes(console, even)
         if whole:
             print_whole_job(console, whole)
         if not asked.typed & Strategy.model_fields.keys() and asked.plan is None:
-            searched = cli_words.command("suggest", found.job, Strategy(), found.machine)
+            searched = cli_words.command("suggest", estimate.job, Strategy(), estimate.machine)
             console.print(f"to search for the best options: {searched}", style="bold", markup=False, soft_wrap=True)
-        print_next(console, found, output)
+        print_next(console, estimate, output)
 
-    answer = found.to_json() | ({"buckets": [shape.to_json() for shape in even.shapes]} if even else {})
+    answer = estimate.to_json() | ({"buckets": [shape.to_json() for shape in even.shapes]} if even else {})
     answer |= {"whole_job": whole.to_json()} if whole else {}
     show(answer, as_json, render)
-    return verdict_exit_code(found.verdict, strict=strict)
+    return verdict_exit_code(estimate.verdict, strict=strict)
 
 
 def estimated(asked: TypedQuestion) -> tuple[Question, Estimate, Facts]:
@@ -115,5 +115,5 @@ def estimated(asked: TypedQuestion) -> tuple[Question, Estimate, Facts]:
     if question.frames_max:
         raise VplanError("estimate takes one length; --frames max is a search", "use vplan suggest --frames max")
     facts = with_learned(load_facts(configuration, question.model, question.gpu), asked.trainer)
-    found = assess(configuration, facts, asked.trainer).estimate
-    return question, found.replace(assumptions=(*question.assumptions, *found.assumptions)), facts
+    estimate = assess(configuration, facts, asked.trainer).estimate
+    return question, estimate.replace(assumptions=(*question.assumptions, *estimate.assumptions)), facts

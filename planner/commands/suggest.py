@@ -29,9 +29,9 @@ from planner.commands._shared.gpu_count import (
     limit_options,
     refuse_limits,
 )
+from planner.commands._shared.plan_table import PlanTable, whole_job_found
 from planner.commands._shared.rendering import render, render_job, render_rows
 from planner.commands._shared.rendering.render_relaxed import relaxed_lines
-from planner.commands._shared.rendering.verdict_words import AS, card_words
 from planner.commands._shared.request import (
     TypedQuestion,
     answer_with_samples,
@@ -57,13 +57,11 @@ from planner.errors import VplanError
 from planner.estimate.bucket_batches import EvenedPlan
 from planner.estimate.whole_job import WholeJob
 from planner.layout.unpriced import refuse_trainers_of_cuda
-from planner.parallel import spread
 from planner.search.objectives import PREFERRED
 from planner.search.question import Question, Suggestion
-from planner.search.suggester import Suggester, assumptions, shortage
-from planner.spec.job import Bucket, Machine
+from planner.search.suggester import Suggester
+from planner.spec.job import Bucket
 from planner.spec.plan import Estimate
-from planner.units import format_gib
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -163,7 +161,7 @@ def command(
     if length and kind == "classes":
         question = asked.to_question(gpu=card_lookup.gpu_classes()[0].name)
         length = length.counting(question.model, question.job)
-    table = _Table(asked, prefer, allow is not None, several, length)
+    table = PlanTable(asked, prefer, allow is not None, several, length)
     return _show_table(started, table, kind, to)
 
 
@@ -176,7 +174,7 @@ class _Outputs(NamedTuple):
     strict: bool
 
 
-def _show_table(started: float, table: _Table, kind: str, to: _Outputs) -> int:
+def _show_table(started: float, table: PlanTable, kind: str, to: _Outputs) -> int:
     """Prints a line for each model or class of card."""
     rows = table.models() if kind == "models" else table.classes()
     answer = {
@@ -219,7 +217,7 @@ def _for_one(
     suggestion = suggester.suggest(question, _early(started, suggester, length))
     even = evened_plan(suggester, suggestion.plan, most) if most is not None else None
     suggestion = suggestion._replace(plan=even.plan) if even else suggestion
-    whole = _whole_job(length, suggester, suggestion.plan)
+    whole = whole_job_found(length, suggester, suggestion.plan)
     if to.output:
         save_plan(suggestion.to_plan(asked.trainer), to.output)
     if to.report:
@@ -253,7 +251,7 @@ def _early(started: float, suggester: Suggester, length: AskedLength | None) -> 
         return None
 
     def found(suggestion: Suggestion) -> None:
-        whole = _whole_job(length, suggester, suggestion.plan)
+        whole = whole_job_found(length, suggester, suggestion.plan)
         tell(suggestion.to_json(time.perf_counter() - started) | _json(whole, None))
 
     return found
@@ -272,7 +270,7 @@ def _for_trainer(
     if several := lookup.several(asked.model) if asked.model and asked.gpu else ():
         if to.output or to.report:
             raise VplanError("-o and --report need a single plan", f"write one of {', '.join(several)}", USAGE)
-        return _show_table(started, _Table(asked, prefer, lossy, several, length, target), "models", to)
+        return _show_table(started, PlanTable(asked, prefer, lossy, several, length, target), "models", to)
     question, suggestion = suggest_for(asked.to_question()._replace(allow_lossy=lossy), trainer, prefer)
     plan = suggestion.to_plan(trainer_of(target, suggestion.plan.job.model))
     whole = whole_job_of(length, suggestion.plan, plan.trainer)
@@ -294,116 +292,6 @@ def _for_trainer(
     return verdict_exit_code(suggestion.plan.verdict, strict=to.strict)
 
 
-class _Table:
-    """A table with one line per model or class of card, computed on several cores."""
-
-    def __init__(
-        self,
-        asked: TypedQuestion,
-        prefer: str,
-        allow_lossy: bool,
-        several: tuple[str, ...] = (),
-        length: AskedLength | None = None,
-        trainer: str = "",
-    ) -> None:
-        """``several``: the models to answer for, if the typed name matches more than one. ``trainer``: another trainer,
-        whose memory terms apply."""
-        self.asked = asked
-        self.several = several
-        self.prefer = prefer
-        self.allow_lossy = allow_lossy
-        self.length = length
-        self.trainer = trainer
-        self.suggester = Suggester(asked.trainer, prefer)
-
-    def models(self) -> list[render_rows.TableRow]:
-        """A line for every model that can train on clips of this length."""
-        images_too = self.asked.job.get("frames") in (None, 1) and self.prefer != "frames"
-        known = lookup.model_names()
-        names = self.several or [name for name in known if images_too or lookup.model(name).kind == "video"]
-        rows, refusals = [], []
-        for name, found in zip(names, spread(_row_maker, self._typed, names, "models"), strict=True):
-            if isinstance(found, VplanError):
-                refusals.append(found)
-                found = render_rows.TableRow(name, None, found.message, 0)
-            rows.append(found)
-        if refusals and len(refusals) == len(rows):
-            raise refusals[0]
-        return rows
-
-    def classes(self) -> list[render_rows.TableRow]:
-        """A line for every class of card."""
-        rows = []
-        for found in spread(_row_maker, self._typed, [group.name for group in card_lookup.gpu_classes()], "cards"):
-            if isinstance(found, VplanError):
-                raise found
-            rows.append(found)
-        return rows
-
-    @property
-    def _typed(self) -> tuple[TypedQuestion, str, bool, tuple[str, ...], AskedLength | None, str]:
-        return self.asked, self.prefer, self.allow_lossy, self.several, self.length, self.trainer
-
-    def row(self, name: str) -> render_rows.TableRow | VplanError:
-        """The line for one model, or for the typed model on one class of card; or the reason why there is no plan."""
-        try:
-            if self.asked.model is None or self.several:
-                return self._row(name, self.asked.to_question(model=name))
-            return self._row(name, self.asked.to_question(gpu=name))
-        except VplanError as error:
-            return error
-
-    def first_line(self) -> str:
-        """One sentence about how the question was understood."""
-        asked = self.asked
-        if asked.model is None or self.several:
-            count, card = card_lookup.parse_gpus(asked.gpu or "")
-            cards = card_words(Machine(gpu=card.name, gpus=count), card)
-            priced_as = f"{AS}{card.title.partition(AS)[2]}" if AS in card.title else ""
-            models = f"{asked.model!r} may mean {len(self.several)} models" if self.several else "all known models"
-            trained = f", as {self.trainer} trains," if self.trainer else ","
-            return f"{models}, {asked.job.get('method', 'lora')}{trained} on {cards}{priced_as}: " + (
-                f"{card.allocatable_gib:.2f} GiB usable"
-            )
-        return f"{lookup.model(asked.model).title}, {asked.job.get('method', 'lora')}, on every card class"
-
-    def _row(self, name: str, question: Question) -> render_rows.TableRow:
-        if self.trainer:
-            return self._row_as_trained(name, question._replace(allow_lossy=self.allow_lossy))
-        search, suggestion = self.suggester.fitting(question._replace(allow_lossy=self.allow_lossy))
-        plan = suggestion.plan if suggestion else search.tightest(question.job)
-        if plan is None or plan.verdict == "no":
-            reason = shortage(search, plan) if plan else search.missing.message if search.missing else ""
-            return render_rows.TableRow(name, None, reason, search.considered)
-        plan = plan.replace(assumptions=assumptions(question, plan))
-        whole = _whole_job(self.length, self.suggester, plan)
-        return render_rows.TableRow(name, plan, "", search.considered, whole)
-
-    def _row_as_trained(self, name: str, question: Question) -> render_rows.TableRow:
-        """The line for a model in another trainer."""
-        from planner.foreign.trainer_search import suggest_for, trainer_of
-
-        plan = suggest_for(question, self.trainer, self.prefer)[1].plan
-        if plan.verdict == "no":
-            ram = f"{format_gib(plan.host_ram_bytes)} of host RAM"
-            least = ram if plan.limit == "host" else format_gib(plan.peak.device_bytes)
-            return render_rows.TableRow(name, None, f"needs at least {least}", 0)
-        whole = whole_job_of(self.length, plan, trainer_of(self.trainer, plan.job.model))
-        return render_rows.TableRow(name, plan, "", 0, whole)
-
-
-def _row_maker(*typed: Any) -> Callable[[str], render_rows.TableRow | VplanError]:
-    return _Table(*typed).row
-
-
-def _whole_job(length: AskedLength | None, suggester: Suggester, plan: Estimate) -> WholeJob | None:
-    """The whole job of a plan, if a length was given and the plan runs."""
-    if length is None or plan.verdict == "no":
-        return None
-    screen = suggester.screen
-    return length.of(plan, screen.facts(plan.configuration), suggester.trainer, screen.run_cache.lay_out)
-
-
 def _counted(
     asked: TypedQuestion, suggester: Suggester, limits: TimeLimits, length: AskedLength | None, *, lossy: bool
 ) -> CountedGpus:
@@ -414,7 +302,7 @@ def _counted(
         return found.plan if found else None
 
     steps = length.length.steps if length else None
-    return count_gpus(asked, limits, best, lambda plan: _whole_job(length, suggester, plan), steps)
+    return count_gpus(asked, limits, best, lambda plan: whole_job_found(length, suggester, plan), steps)
 
 
 def _json(whole: WholeJob | None, even: EvenedPlan | None) -> dict[str, Any]:

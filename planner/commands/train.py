@@ -14,7 +14,8 @@ from planner.commands._shared.data_options import data_options, typed_settings, 
 from planner.commands._shared.options import training_options
 from planner.commands._shared.request import TypedQuestion, request_options
 from planner.commands._shared.training.pick_plan import PLAN, choose, weights_of
-from planner.commands._shared.training.training_supervisor import ENTRIES, TrainingSupervisor, resume_hint
+from planner.commands._shared.training.run_end import resume_hint
+from planner.commands._shared.training.training_supervisor import ENTRIES, TrainingSupervisor
 from planner.commands._shared.verb import (
     FiniteRange,
     Verb,

@@ -135,7 +135,7 @@ def command(
     output: str | None,
     report: str | None,
     as_json: bool,
-    **said: Any,
+    **typed: Any,
 ) -> int:
     """Find the best plan by measuring: probe the suggested plan, correct the estimate, try what could be 5 % better.
 
@@ -145,8 +145,8 @@ def command(
     virtual GPU and prove that a plan fits, and its speed stays an estimate. Exit code 3: nothing fits; 4: the probes
     failed for another reason.
     """
-    real = said["runner_name"] == "real"
-    if said["python"] is not None and said["runner_name"] != REHEARSED:
+    real = typed["runner_name"] == "real"
+    if typed["python"] is not None and typed["runner_name"] != REHEARSED:
         raise VplanError("--python is for rehearsals", "add --runner rehearse, or leave it out", USAGE)
     gpu = _own_gpu() if real else None
     question = asked.to_question(gpu=None if asked.gpu else gpu)  # with --gpu auto the card is already known
@@ -155,15 +155,15 @@ def command(
         raise VplanError(
             f"the plan is for {asked.trainer}, but tune measures vplan's own training step", 'write trainer = "vplan"'
         )
-    if said["runner_name"] != "simulate":
+    if typed["runner_name"] != "simulate":
         check_computers(question.machine)
     goal = Goal(chosen_objective(question, prefer))
     screen = Screen(lambda configuration: load_facts(configuration, question.model, question.gpu))
-    meter = _meter(screen, gpu, said, question)
+    meter = _meter(screen, gpu, typed, question)
     basis: Literal["rehearsed", "measured"] = "rehearsed" if meter.runner.name == REHEARSED else "measured"
     tuner = Tuner(question, screen, goal, meter.applicable, basis)
     with (
-        _tuning(tuner, meter, said, prefer) as (tuning, progress),
+        _tuning(tuner, meter, typed, prefer) as (tuning, progress),
         stoppable(lambda: f"{len(tuning.rows)} probes are kept; the same command continues from them"),
     ):
         why = tuning.run(progress.show)
@@ -193,7 +193,7 @@ class _Meter(NamedTuple):
     applicable: Applicable
 
 
-def _meter(screen: Screen, gpu: str | None, said: dict[str, Any], question: Question) -> _Meter:
+def _meter(screen: Screen, gpu: str | None, typed: dict[str, Any], question: Question) -> _Meter:
     """This machine's GPU, a virtual one or a simulated machine. The latter two have ledgers of their own."""
     from planner.evidence.ledger import Ledger, default_path
 
@@ -206,17 +206,17 @@ def _meter(screen: Screen, gpu: str | None, said: dict[str, Any], question: Ques
         setup = Setup(gpu, str(driver["version"]), metadata.version("torch"), metadata.version("diffusers"))
         return _Meter(real, setup, Ledger(default_path()), _applied(question, real.python.has))
     folder = user_data.folder()
-    if said["runner_name"] == REHEARSED:
+    if typed["runner_name"] == REHEARSED:
         from planner.rehearsal.probe_runner import RehearsalRunner, cuda_interpreter
 
-        interpreter = cuda_interpreter(said["python"])
+        interpreter = cuda_interpreter(typed["python"])
         command = f"vplan tune --runner {REHEARSED}"
         virtual = RehearsalRunner(interpreter=interpreter, command=command, say=lambda line: echo(line, err=True))
         setup, ledger = virtual.setup(question.gpu), Ledger(folder / "rehearsed.jsonl")
         return _Meter(virtual, setup, ledger, _applied(question, virtual.has))
     from planner.probe.simulated import SimulatedRunner, environment
 
-    simulated = SimulatedRunner(said["seed"], screen.facts, screen.run_cache.lay_out)
+    simulated = SimulatedRunner(typed["seed"], screen.facts, screen.run_cache.lay_out)
     setup = Setup.of(environment(question.gpu, simulated.seed, "vplan tune"))
     return _Meter(simulated, setup, Ledger(folder / "simulated.jsonl"), lambda job, way: True)
 
@@ -239,7 +239,7 @@ def _applied(question: Question, has: Callable[[str], bool]) -> Applicable:
 
 
 @contextlib.contextmanager
-def _tuning(tuner: Tuner, meter: _Meter, said: dict[str, Any], prefer: str) -> Iterator[tuple[Tuning, Progress]]:
+def _tuning(tuner: Tuner, meter: _Meter, typed: dict[str, Any], prefer: str) -> Iterator[tuple[Tuning, Progress]]:
     """A worker of the question's study, with its progress on stderr."""
     from planner.tune.storage import without_password
     from planner.tune.study import Study
@@ -255,9 +255,9 @@ def _tuning(tuner: Tuner, meter: _Meter, said: dict[str, Any], prefer: str) -> I
         "GPU, driver or versions": [runner.name, *setup],
     }
     digest = hashlib.sha256(json.dumps(asks, sort_keys=True).encode()).hexdigest()[:12]
-    name = said["study"] or f"{question.job.model}-{question.job.method}-{digest}"
-    storage = said["storage"] or str(user_data.folder() / "studies" / f"{name}.journal")
-    limits = Limits(said["max_probes"], said["max_minutes"] * 60, said["steps"], said["time_limit"])
+    name = typed["study"] or f"{question.job.model}-{question.job.method}-{digest}"
+    storage = typed["storage"] or str(user_data.folder() / "studies" / f"{name}.journal")
+    limits = Limits(typed["max_probes"], typed["max_minutes"] * 60, typed["steps"], typed["time_limit"])
     tuning = Tuning(tuner, Study(storage, name, asks), runner, ledger, limits, setup)
     with Progress(name, without_password(storage)) as progress:
         yield tuning, progress
@@ -278,23 +278,23 @@ class _Answer:
         others: tuple[Estimate, ...]
         if best is None:
             self._check_failures()
-            found, others = tuner.tightest(), ()
+            estimate, others = tuner.tightest(), ()
         else:
-            found, others = tuner.answer(best).replace(basis=self._basis()), tuner.runners_up(best)
-        found = found.replace(assumptions=(*self._assumptions(found), *found.assumptions))
-        plan = self._plan(found, others)
+            estimate, others = tuner.answer(best).replace(basis=self._basis()), tuner.runners_up(best)
+        estimate = estimate.replace(assumptions=(*self._assumptions(estimate), *estimate.assumptions))
+        plan = self._plan(estimate, others)
         if output and best is not None:
             save_plan(plan, output)
         if report:
             measured = [row.to_json() for row in self.tuning.rows.values()]
             write_report(report, [(output or "plan.toml", plan)], probes=measured)
-        said = {
-            "plan": {**found.to_json(), "evidence": [each.to_json() for each in plan.evidence]},
+        answer = {
+            "plan": {**estimate.to_json(), "evidence": [each.to_json() for each in plan.evidence]},
             "probes": [row.to_json() for row in self.tuning.probes],
             "alternatives": [other.to_json() for other in others],
             "why": self.why,
         }
-        show(said, as_json, lambda console: self._print(console, found, others, output))
+        show(answer, as_json, lambda console: self._print(console, estimate, others, output))
         return DONE if best is not None else DOES_NOT_FIT
 
     def _check_failures(self) -> None:
@@ -310,29 +310,29 @@ class _Answer:
             fix = "see the log and `vplan doctor`; once fixed, start a new study: --study NAME"
             raise VplanError(fault, fix, FAILED)
 
-    def _plan(self, found: Estimate, others: tuple[Estimate, ...]) -> Plan:
-        row = self.tuning.rows.get(row_id(Plan.under(found.configuration)))
+    def _plan(self, estimate: Estimate, others: tuple[Estimate, ...]) -> Plan:
+        row = self.tuning.rows.get(row_id(Plan.under(estimate.configuration)))
         proof = (Evidence(id=row.id, measured=row.measured, env=row.env),) if row and self.best else ()
-        ladder = tuple(other for other in others if other.high_bytes < found.high_bytes)
-        return Plan.of(found, tuple(sorted(ladder, key=lambda each: each.step_seconds))).replace(evidence=proof)
+        ladder = tuple(other for other in others if other.high_bytes < estimate.high_bytes)
+        return Plan.of(estimate, tuple(sorted(ladder, key=lambda each: each.step_seconds))).replace(evidence=proof)
 
-    def _switches(self, found: Estimate) -> list[Switch]:
+    def _switches(self, estimate: Estimate) -> list[Switch]:
         """The options that are switched on, without the effect of each, which only `suggest` computes."""
-        before, after = self.tuning.tuner.search.space.baseline(found.job), found.strategy
+        before, after = self.tuning.tuner.search.space.baseline(estimate.job), estimate.strategy
         fields = [*switched(before, after), *(["checkpointed_blocks"] if after.checkpointed_blocks else [])]
         return [Switch(field, getattr(before, field) or 0, getattr(after, field), 0, 0.0) for field in fields]
 
     def _proof(self, best: FinishedProbe) -> str:
         """A line about the measured peak, next to the estimate and the budget."""
-        seen, found = best.measured, best.estimate
+        measured, estimate = best.measured, best.estimate
         proved = "[bold green]proved[/]"
-        step = f"{format_seconds(seen.step_seconds)} per step" if seen.step_seconds else "runs"
+        step = f"{format_seconds(measured.step_seconds)} per step" if measured.step_seconds else "runs"
         if self.tuning.tuner.basis == "rehearsed":
             proved = "[bold green]proved in rehearsal[/]"
-            step = f"{format_seconds(found.step_seconds)} per step (estimated)"
-        if seen.device_bytes is None:
+            step = f"{format_seconds(estimate.step_seconds)} per step (estimated)"
+        if measured.device_bytes is None:
             return f"{proved}: {step}; GPU memory was not measured"
-        took, estimated, budget = map(gib, (seen.device_bytes, found.peak.device_bytes, found.budget_bytes))
+        took, estimated, budget = map(gib, (measured.device_bytes, estimate.peak.device_bytes, estimate.budget_bytes))
         return f"{proved}: used {took:.2f} GiB of {budget:.2f} (estimated {estimated:.2f}), {step}"
 
     def _basis(self) -> str:
@@ -346,28 +346,28 @@ class _Answer:
                 return "nearby"
         return "measured"
 
-    def _assumptions(self, found: Estimate) -> tuple[str, ...]:
+    def _assumptions(self, estimate: Estimate) -> tuple[str, ...]:
         """The defaults that were taken; if an objective chose the shape, the note about the default shape is
         dropped."""
-        if found.job == self.question.job:
+        if estimate.job == self.question.job:
             return self.question.assumptions
         return tuple(note for note in self.question.assumptions if " frames" not in note and " pixels" not in note)
 
-    def _print(self, console: Console, found: Estimate, others: tuple[Estimate, ...], output: str | None) -> None:
-        render.print_answer(console, self.question, found)
+    def _print(self, console: Console, estimate: Estimate, others: tuple[Estimate, ...], output: str | None) -> None:
+        render.print_answer(console, self.question, estimate)
         if self.best is not None:
             console.print(self._proof(self.best), markup=True)  # contains only numbers, so no markup of others
-        console.print(f"plan: {wording.ways(found)}", style="bold")
-        render.print_flags(console, self._switches(found))
-        if found.lossy:
-            console.print(f"lossy: {', '.join(found.lossy)}", style="yellow")
+        console.print(f"plan: {wording.ways(estimate)}", style="bold")
+        render.print_flags(console, self._switches(estimate))
+        if estimate.lossy:
+            console.print(f"lossy: {', '.join(estimate.lossy)}", style="yellow")
         count = len(self.tuning.probes)
         console.print(f"{count} probe{'s' if count != 1 else ''}: {self.why}")
         if self.best is None:
             console.print("no plan was proved to fit; this one needs the least", style="bold")
-        render.print_assumptions(console, self.question, found)
+        render.print_assumptions(console, self.question, estimate)
         if others:
             console.print()
             console.print(render.runners_up(others))
         if self.best is not None:
-            render.print_next(console, found, output)
+            render.print_next(console, estimate, output)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,11 +175,12 @@ def scan(source: DataSource, *, captioned: bool = True, tell: Callable[..., None
         raise VplanError(fault, f"put some there ({suffixes}), with captions")
     faults = captions.faults
     usable: list[Clip] = []
-    waiting = iter(sorted(captions.texts))
+    captioned_names = sorted(captions.texts)
     with ThreadPoolExecutor() as pool:
-        while some := list(islice(waiting, AT_ONCE)):
-            progress("files of", len(usable))
-            for look in pool.map(lambda name: _look(folder, name, captions), some):
+        for first in range(0, len(captioned_names), AT_ONCE):
+            progress("files of", first)
+            at_once = captioned_names[first : first + AT_ONCE]
+            for look in pool.map(lambda name: _look(folder, name, captions), at_once):
                 if isinstance(look, Clip):
                     usable.append(look)
                 else:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,16 +73,13 @@ def _newest(model: str, gpu: GpuProfile) -> list[ProbeRow]:
     found: list[ProbeRow] = []
     for path in paths:
         if len(found) < NEWEST and path.exists():
-            found += _read(path, path.stat().st_mtime_ns, model, gpu, installed_setup)
+            found += _read(path, path.stat().st_mtime_ns, model, gpu)
     return found[:NEWEST][::-1]
 
 
 @functools.lru_cache(maxsize=256)
-def _read(
-    path: Path, written_ns: int, model: str, gpu: GpuProfile, installed: Callable[[], InstalledSetup]
-) -> tuple[ProbeRow, ...]:
-    """A file's rows of a model on a card, newest first. ``installed``: `installed_setup`, called only if there are such
-    rows."""
+def _read(path: Path, written_ns: int, model: str, gpu: GpuProfile) -> tuple[ProbeRow, ...]:
+    """A file's rows of a model on a card, newest first."""
 
     @functools.cache
     def is_of(card: str, planned: str | None, is_capped: bool) -> bool:
@@ -100,7 +97,7 @@ def _read(
             and isinstance(card, str)
             and isinstance(planned, str | None)
             and is_of(card, planned, data.get("capped_bytes") is not None)
-            and _minor(installed().torch or torch) == _minor(torch)
+            and _minor(installed_setup().torch or torch) == _minor(torch)  # last: it asks NVML
         )
 
     return tuple(itertools.islice(Ledger(path).newest(OURS, model, wanted=wanted), NEWEST))

@@ -1,15 +1,15 @@
-"""Files of measured rows, one JSON object per line, which are only appended to, so that no finished row is lost."""
+"""Files with one JSON object per line, which are only appended to, so that no finished line is lost."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from planner.errors import VplanError, quoted
-from planner.untrusted import MAX_LINE_BYTES, read_lines
+from planner.untrusted import MAX_LINE_BYTES, json_object, read_lines
 
 
 def rows_by_id(path: str | Path) -> dict[str, dict[str, Any]]:
@@ -31,24 +31,32 @@ def rows_by_id(path: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def append_row(path: str | Path, row: Mapping[str, Any]) -> None:
-    """Appends one line and syncs it to the disk. An incomplete last line, left by a process that died, is removed
-    first. Raises a VplanError if the file cannot be written."""
-    path = Path(path)
-    line = json.dumps(row, allow_nan=False).encode() + b"\n"
+    """Appends a row, see `append_lines`. Raises a VplanError if the file cannot be written."""
     try:
-        with path.open("a+b") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - MAX_LINE_BYTES))
-            tail = file.read().rpartition(b"\n")[2]
-            if tail and _parse(tail) is None:
-                file.truncate(size - len(tail))
-            elif tail:
-                line = b"\n" + line
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        append_lines(Path(path), [row])
     except OSError as error:
         raise VplanError(f"cannot write {quoted(str(path))}: {error.strerror}", "choose another file") from None
+
+
+def append_lines(path: Path, objects: Iterable[Mapping[str, Any]]) -> None:
+    """Appends a line for each object and syncs the file to the disk. Raises an OSError if that fails.
+
+    A last line without its end, left by a process that died, is ended if it is an object, and removed if it is not.
+    """
+    lines = b"".join(json.dumps(each, allow_nan=False).encode() + b"\n" for each in objects)
+    if not lines:
+        return
+    with path.open("a+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - MAX_LINE_BYTES))
+        tail = file.read().rpartition(b"\n")[2]
+        if tail and json_object(tail) is None:
+            file.truncate(size - len(tail))
+        elif tail:
+            lines = b"\n" + lines
+        file.write(lines)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def is_last(line: bytes) -> bool:
@@ -66,8 +74,5 @@ def lines_of(path: Path, fix: str = "choose another file") -> Iterator[bytes]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and "id" in row else None
+    row = json_object(line)
+    return row if row is not None and "id" in row else None

@@ -47,15 +47,27 @@ def next_plan(plan: Plan, estimate: Estimate | None) -> Plan | None:
 
 
 def _ladder(plan: Plan, estimate: Estimate | None) -> Iterator[Plan]:
+    """The rungs that continue the same training, and are estimated to need less memory than what ran out."""
     for place, rung in enumerate(plan.ladder):
-        rounds = rung.strategy.gradient_checkpointing == "fp8" != plan.strategy.gradient_checkpointing
-        same = not rounds and all(getattr(rung.strategy, field) == getattr(plan.strategy, field) for field in KEPT)
-        inside = (rung.strategy.optimizer_step == "backward") == (plan.strategy.optimizer_step == "backward")
-        less = estimate is None or _training_bytes(rung) < _training_bytes(estimate)
-        data = _global_batch(rung.job, rung.strategy) == _global_batch(plan.job, plan.strategy)
-        if same and inside and less and data and _is_same_job(plan.job, rung.job) and rung.machine == plan.machine:
+        needs_less = estimate is None or _training_bytes(rung) < _training_bytes(estimate)
+        if needs_less and _trains_alike(plan, rung):
             strategy = rung.strategy.replace(**{field: getattr(plan.strategy, field) for field in ENCODING})
             yield Plan(job=rung.job, strategy=strategy, machine=rung.machine, ladder=plan.ladder[place + 1 :])
+
+
+def _trains_alike(plan: Plan, rung: Estimate) -> bool:
+    """Whether a rung of the ladder gives the plan's losses, and can load its checkpoints."""
+    before, after = plan.strategy, rung.strategy
+    rounds_more = after.gradient_checkpointing == "fp8" and before.gradient_checkpointing != "fp8"
+    return (
+        not rounds_more
+        and all(getattr(after, field) == getattr(before, field) for field in KEPT)
+        # An optimizer inside backward has its states by parameter, and clips no gradients.
+        and (after.optimizer_step == "backward") == (before.optimizer_step == "backward")
+        and _global_batch(rung.job, after) == _global_batch(plan.job, before)
+        and _without_batch_sizes(rung.job) == _without_batch_sizes(plan.job)
+        and rung.machine == plan.machine
+    )
 
 
 def _training_bytes(estimate: Estimate) -> int:
@@ -68,15 +80,13 @@ def _global_batch(job: Job, strategy: Strategy) -> list[int]:
     return [(shape.batch_size or job.batch_size) * strategy.gradient_accumulation for shape in job.shapes]
 
 
-def _is_same_job(one: Job, other: Job) -> bool:
-    """Whether two jobs differ in nothing but micro-batch sizes."""
-    alike = {"batch_size": 1, "buckets": tuple(bucket.replace(batch_size=None) for bucket in one.buckets)}
-    return one.replace(**alike) == other.replace(
-        batch_size=1, buckets=tuple(bucket.replace(batch_size=None) for bucket in other.buckets)
-    )
+def _without_batch_sizes(job: Job) -> Job:
+    """The job with micro-batches of one sample, to compare everything else."""
+    return job.replace(batch_size=1, buckets=tuple(bucket.replace(batch_size=None) for bucket in job.buckets))
 
 
 def _switches(plan: Plan) -> Iterator[Plan]:
+    """The plan with more checkpointing, then with half the micro-batch and twice the accumulation."""
     for mode in STRONGER[plan.strategy.gradient_checkpointing]:
         strategy = plan.strategy.replace(gradient_checkpointing=mode, checkpointed_blocks=None)
         yield Plan(job=plan.job, strategy=strategy, machine=plan.machine)

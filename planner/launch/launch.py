@@ -26,6 +26,8 @@ from planner.worker_process import REQUEST, Ended, read_json, vplan_command, wat
 
 METRICS, MEMORY, LOG, SAMPLES = "metrics.jsonl", "memory.jsonl", "log.txt", "samples"
 RUN_FOLDER, PREPARE_FOLDER = "run", "prepare"
+FINAL = "final"
+"""The folder of the trained weights, in the run's output folder."""
 FULL_BYTES = 64 * KIB
 """With less free space than this, a disk counts as full."""
 NAN, OUT_OF_MEMORY = 73, 75

@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
@@ -30,9 +29,10 @@ from planner.hardware import doctor
 from planner.hardware.nvml import CONTEXT_BYTES
 from planner.launch import launch
 from planner.launch.supported import supported_plan
+from planner.probe.reported_facts import classify, facts_of_all_ranks, measurement_of, steady_retries, with_encoding
 from planner.probe.worker_python import WorkerPython
 from planner.spec.job import Machine, Strategy
-from planner.spec.plan import VIRTUAL, Environment, Measured, Outcome, Plan
+from planner.spec.plan import VIRTUAL, Environment, Outcome, Plan
 from planner.worker_process import (
     REQUEST,
     SCRATCH,
@@ -52,13 +52,8 @@ SETTLE_SECONDS = 5.0
 """Time that a driver may take to free the memory of a process that has ended."""
 LOG, ENCODE = "log.txt", "encode"
 """The log file in the folder that parent and workers share, and the subfolder of the encoding worker."""
-COUNTERS = ("allocated_bytes", "reserved_bytes", "device_bytes")
-STEADY = ("step", "train", "optimizer")
-"""Phases without new allocation patterns: if the allocator has to empty its cache here, it does so in every step."""
 UNTRUE = ("device_hertz", "first_step_seconds", "losses", "step_seconds", "trace")
 """Details of a row about time and about values of large tensors, which are meaningless on virtual cards."""
-WORST_FIRST = ("oom", "host-oom", "nan", "ok")
-"""The outcome of several ranks is the first of these that one reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +172,7 @@ def _run(
             result = _run_worker(words, folder, request, plan.machine.gpus, left_seconds, python)
         outcome, facts, ended, log = result
         if encoded:
-            facts |= _with_encoding(facts, encoded.facts)
+            facts |= with_encoding(facts, encoded.facts)
         if outcome == "ok" and (times := steady_retries(facts)):
             outcome = "oom"
             message = f"the allocator emptied its cache {times} times in steady steps: it runs at the limit, slowly"
@@ -220,14 +215,6 @@ def _run_worker(
         ended = Ended(-9)
     facts = read_facts()
     return _WorkerEnd(classify(facts.get("outcome"), ended), facts, ended, log)
-
-
-def _with_encoding(facts: Mapping[str, Any], encoded: Mapping[str, Any]) -> dict[str, Any]:
-    """Phases, missing counters and host RAM of the encoding process and of the step processes (if they ran), merged."""
-    phases = {**encoded.get("phases", {}), **facts.get("phases", {})}
-    missing = list(dict.fromkeys([*facts.get("missing", ()), *encoded.get("missing", ())]))
-    host = _over_known(max, (part.get("host_bytes") for part in (facts, encoded)))
-    return {"phases": phases, "missing": missing, "host_bytes": host}
 
 
 def _folder(request: Mapping[str, Any], encode: bool) -> Path:
@@ -288,94 +275,12 @@ def measure_device(device: Literal["cuda", "cpu"], time_limit: float = TIME_LIMI
     return {**{name: facts[name] for name in names}, **versions, "time": started}
 
 
-def facts_of_all_ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges the facts of all ranks: the highest peaks, the slowest steps, the sum of host RAM, and the worst outcome,
-    with all other facts of the rank that reported it.
-
-    Unless every rank reported an outcome there is none, except if a rank ran out of memory or got NaNs.
-    """
-    if refused := next((rank for rank in ranks if "refused" in rank), None):
-        return dict(refused)
-    outcomes = [rank.get("outcome") for rank in ranks]
-    worst = next((name for name in WORST_FIRST if name in outcomes), None)
-    if worst == "ok" and None in outcomes:
-        worst = None
-    facts = dict(ranks[outcomes.index(worst)])
-    names = dict.fromkeys(name for rank in ranks for name in rank.get("phases", {}))
-    facts["phases"] = {
-        name: _highest([rank["phases"][name] for rank in ranks if name in rank.get("phases", {})]) for name in names
-    }
-    facts["host_bytes"] = _over_known(sum, (rank.get("host_bytes") for rank in ranks))
-    if len(ranks) > 1:
-        steps = zip(*(rank.get("step_seconds", ()) for rank in ranks), strict=False)
-        facts["step_seconds"] = [max(seconds) for seconds in steps]
-        peaks = (_highest(list(rank.get("phases", {}).values())) for rank in ranks)
-        facts["device_bytes_by_rank"] = [peak.get("device_bytes") for peak in peaks]
-    return facts
-
-
-def _highest(phases: Sequence[Mapping[str, int | None]]) -> dict[str, int | None]:
-    """The highest value of each counter."""
-    names = dict.fromkeys(name for phase in phases for name in phase)
-    return {name: _over_known(max, (phase.get(name) for phase in phases)) for name in names}
-
-
-def steady_retries(facts: Mapping[str, Any]) -> int:
-    """How often the allocator had to empty its cache and retry during steady steps, from a probe's facts."""
-    phases = facts.get("phases", {})
-    return sum(phases[name]["retries"] or 0 for name in STEADY if name in phases)
-
-
 KILLED = re.compile(r"exitcode\s*:\s*-9\b")
 """How torch's launcher reports a rank that was killed by SIGKILL."""
 
 
 def _rank_was_killed(log: Path) -> bool:
     return bool(KILLED.search(log.read_text(encoding="utf-8", errors="replace")))
-
-
-def classify(reported: str | None, ended: Ended) -> Outcome:
-    """The outcome of a probe: what its worker reported, else what follows from how the process ended.
-
-    SIGKILL before the time limit counts as the kernel running out of host RAM: we only send it at the limit.
-    """
-    if reported in ("ok", "oom", "host-oom", "nan"):
-        return cast(Outcome, reported)
-    if ended.timed_out:
-        return "timeout"
-    return "host-oom" if ended.returncode in (-9, 137) else "crash"
-
-
-def measurement_of(outcome: Outcome, facts: Mapping[str, Any]) -> Measured:
-    """The row's numbers: each counter's highest value over all phases, and the median time of steady steps."""
-    phases: Mapping[str, Mapping[str, Any]] = facts.get("phases", {})
-    finished = outcome in ("ok", "nan")
-    steps = facts.get("step_seconds")
-    where: Any = "train" if facts.get("phase") == "step" else facts.get("phase")
-    return Measured(
-        outcome=outcome,
-        phase=_peak_phase(phases) if finished else where,
-        **{name: _over_known(max, (phase[name] for phase in phases.values())) for name in COUNTERS},
-        host_bytes=facts.get("host_bytes"),
-        step_seconds=statistics.median(steps) if finished and steps else None,
-        retries=_over_known(sum, (phase["retries"] for phase in phases.values())),
-    )
-
-
-def _over_known(reduce: Any, values: Iterable[int | None]) -> int | None:
-    """Applies ``max`` or ``sum`` to the values that are not None; None if all are."""
-    present = [value for value in values if value is not None]
-    return cast(int, reduce(present)) if present else None
-
-
-def _peak_phase(phases: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The phase with the highest allocated peak, as named in an estimate; of equals the last; None without counters.
-
-    `step` is left out, as it is no phase of an estimate: it covers whole steady steps, `train` and `optimizer`.
-    """
-    seen = [(name, phase["allocated_bytes"]) for name, phase in phases.items() if name != "step"]
-    counted = [(name, nbytes) for name, nbytes in seen if nbytes is not None]
-    return max(reversed(counted), key=lambda pair: pair[1])[0] if counted else None
 
 
 def _check_installed(strategy: Strategy, python: WorkerPython) -> None:

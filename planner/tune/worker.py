@@ -169,25 +169,26 @@ class Tuning:
 
     def _seed(self) -> None:
         """Adds the ledger's measurements of this question, made on the same setup, to the study."""
-        question, fixed = self.tuner.question, self.tuner.question.fixed
-        objective = self.tuner.goal.objective
-        free = objective.fields if objective else ()
+        if self.setup is None:
+            return
         in_study = {row_id(trial.plan) for trial in self.trials}
-        for row in self.ledger.rows() if self.setup else ():
-            plan = Plan(job=row.job, strategy=row.strategy, machine=question.machine, trainer=self.trainer)
-            same = {name: getattr(question.job, name) for name in free}
-            typed = [name for name in fixed if name in question.strategy.model_fields_set]
-            if (
-                row.runner == self.runner.name
-                and row.job.replace(**same) == question.job
-                and all(getattr(row.strategy, name) == getattr(question.strategy, name) for name in typed)
-                and Setup.of(row.env) == self.setup
-                and row.id == row_id(plan)
-                and row.id not in in_study
-                and not failed(row)  # the cause may have been fixed since
-            ):
+        for row in self.ledger.rows():
+            machine = self.tuner.question.machine
+            plan = Plan(job=row.job, strategy=row.strategy, machine=machine, trainer=self.trainer)
+            here = row.runner == self.runner.name and Setup.of(row.env) == self.setup and row.id == row_id(plan)
+            # A failure is not taken over: its cause may have been removed since.
+            if here and row.id not in in_study and not failed(row) and self._is_asked(plan):
                 in_study.add(row.id)
                 self.study.add(plan, row, self._result(plan, row))
+
+    def _is_asked(self, plan: Plan) -> bool:
+        """Whether a plan is an answer to the question: it differs only in what the search may choose."""
+        question, objective = self.tuner.question, self.tuner.goal.objective
+        searched = {name: getattr(question.job, name) for name in (objective.fields if objective else ())}
+        typed = question.strategy.model_fields_set.intersection(question.fixed)
+        return plan.job.replace(**searched) == question.job and all(
+            getattr(plan.strategy, name) == getattr(question.strategy, name) for name in typed
+        )
 
     def _tidy(self) -> None:
         """Tells or gives up the plans of dead workers."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from planner.probe.probe import REQUEST, facts_of_all_ranks
+from planner.probe.reported_facts import facts_of_all_ranks
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan
-from planner.worker_process import read_json, write_json
+from planner.worker_process import REQUEST, read_json, write_json
 
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed")

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from planner import parallel as module
 from planner.errors import VplanError
 from planner.parallel import spread
 from reports.share import Aside
@@ -48,7 +47,7 @@ NAMES = ["a", "b", "c", "d", "e"]
 
 @pytest.mark.parametrize("cores", [1, 3])
 def test_answers_come_in_order(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
-    monkeypatch.setattr(module, "cores", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     answers = list(spread(shouter, ("!",), NAMES, "letters"))
     assert [word for word, _ in answers] == ["A!", "B!", "C!", "D!", "E!"]
     assert (os.getpid() in {pid for _, pid in answers}) == (cores == 1)
@@ -57,7 +56,7 @@ def test_answers_come_in_order(monkeypatch: pytest.MonkeyPatch, cores: int) -> N
 INTERRUPTED = """
 import os, signal, sys, time
 from planner import parallel as module
-module.cores = lambda: 3
+os.sched_getaffinity = lambda _: range(3)
 def busy():
     return lambda name: time.sleep(60) if name == "a" else os.getpid()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell starts with &
@@ -82,7 +81,7 @@ def test_ctrl_c_is_answered_by_the_first_process_alone() -> None:
 WORKING = """
 import os, signal, sys, time
 from planner import parallel as module
-module.cores = lambda: 3
+os.sched_getaffinity = lambda _: range(3)
 def busy():
     return work
 def work(name):
@@ -129,7 +128,7 @@ def test_workers_end_with_their_parent_on_every_signal(number: signal.Signals, c
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_an_error_is_raised_in_its_turn_as_it_was(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
-    monkeypatch.setattr(module, "cores", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     answers = spread(shouter, ("",), ["a", "bad", "c"], "letters")
     assert next(answers)[0] == "A"
     with pytest.raises(VplanError) as caught:

@@ -9,23 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.catalog.profiles import ModelProfile
-from trainers.families.common.base import Family, Grid
+from trainers.families.common.base import Grid
 from trainers.families.common.encoding import CAPTIONS, Encoder, EncoderTurn, likeliest, packed, pixels, sampled
+from trainers.families.common.reference_tokens import ReferenceTokens
 from trainers.families.common.sampling import FamilyPipeline
 
 
-class Flux(Family):
+class Flux(ReferenceTokens):
     """Double-stream, then single-stream blocks over text and image; Kontext's reference follows the noisy tokens."""
 
     shared = frozenset({"image_ids", "text_ids", "reference_ids"})
     reads_reference = True
-
-    def __init__(self, profile: ModelProfile) -> None:
-        super().__init__(profile)
-        self.extra_tokens = profile.shape.references > 0
-        extra = ("E",) if self.extra_tokens else ()
-        self.sums = {"S": (0, ("FHW", "T", *extra))} | ({"I": (0, ("FHW", "E"))} if extra else {})
 
     def prepare(self, model: nn.Module) -> None:
         """Disables the guidance embedder in training, but not in sampling, if the profile says so (Flex.1; ai-toolkit
@@ -70,10 +64,6 @@ class Flux(Family):
             scale = self.profile.training.guidance
             inputs["guidance"] = torch.full((noisy.shape[0],), scale, device=noisy.device, dtype=noisy.dtype)
         return inputs, target
-
-    def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """The loss over the noisy tokens; the output for the reference is dropped."""
-        return super().loss(prediction[:, : target.shape[1]] if self.extra_tokens else prediction, target, inputs)
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
         return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)

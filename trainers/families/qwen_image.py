@@ -12,24 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.catalog.profiles import ModelProfile
-from trainers.families.common.base import Family, Grid
+from trainers.families.common.base import Grid
 from trainers.families.common.encoding import Encoder, EncoderTurn, packed, pixels, sampled, standardised
+from trainers.families.common.reference_tokens import ReferenceTokens
 from trainers.families.common.sampling import FamilyPipeline
 
 
-class QwenImage(Family):
+class QwenImage(ReferenceTokens):
     """Double-stream blocks over text and image; the edit models append the reference's tokens to the noisy ones."""
 
     masks_all_tokens = True
     ragged = frozenset({"prompt"})
     idle: tuple[str, ...] = ("attn.to_add_out.", "txt_mlp.")
-
-    def __init__(self, profile: ModelProfile) -> None:
-        super().__init__(profile)
-        self.extra_tokens = profile.shape.references > 0
-        extra = ("E",) if self.extra_tokens else ()
-        self.sums = {"S": (0, ("FHW", "T", *extra))} | ({"I": (0, ("FHW", "E"))} if extra else {})
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         """Packed latents keep their rows and columns, from which the model computes its table of positions."""
@@ -57,10 +51,6 @@ class QwenImage(Family):
             "encoder_hidden_states_mask": batch.get("prompt_mask"),
             "img_shapes": [images] * size,
         }, target
-
-    def loss(self, prediction: Tensor, target: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """The loss over the noisy tokens; the output for the reference is dropped."""
-        return super().loss(prediction[:, : target.shape[1]] if self.extra_tokens else prediction, target, inputs)
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
         """The VAE; empty for the edit models, whose samples are pairs of images."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,22 +45,8 @@ class Sd3(Family):
         return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
     def text_turns(self) -> tuple[EncoderTurn, ...]:
-        kind = "CLIPTextModelWithProjection"
         return (
-            EncoderTurn(
-                "text_encoder",
-                kind,
-                lambda encoder, captions: encode_by_clip(encoder, captions, "1"),
-                "tokenizer",
-                at_once=CAPTIONS,
-            ),
-            EncoderTurn(
-                "text_encoder_2",
-                kind,
-                lambda encoder, captions: encode_by_clip(encoder, captions, "2"),
-                "tokenizer_2",
-                at_once=CAPTIONS,
-            ),
+            *clip_pair(encode_by_clip, ("1", "2")),
             EncoderTurn("text_encoder_3", "T5EncoderModel", encode_by_t5, "tokenizer_3", at_once=CAPTIONS),
         )
 
@@ -86,6 +73,22 @@ def encode_clip(encoder: Encoder, frames: Tensor) -> dict[str, Tensor]:
     train_dreambooth_lora_sd3.py)."""
     latents, config = sampled(encoder, pixels(encoder, frames)[:, :, 0])[0], encoder.model.config
     return {"latents": (latents - config.shift_factor) * config.scaling_factor}
+
+
+def clip_pair(
+    encode: Callable[[Encoder, list[str], str], dict[str, Tensor]], names: tuple[str, str]
+) -> tuple[EncoderTurn, EncoderTurn]:
+    """The turns of a pipeline's two CLIPs. ``names``: what `encode` gets, besides encoder and captions, to tell them
+    apart."""
+    kind = "CLIPTextModelWithProjection"
+
+    def turn(name: str, suffix: str) -> EncoderTurn:
+        def encode_captions(encoder: Encoder, captions: list[str]) -> dict[str, Tensor]:
+            return encode(encoder, captions, name)
+
+        return EncoderTurn(f"text_encoder{suffix}", kind, encode_captions, f"tokenizer{suffix}", at_once=CAPTIONS)
+
+    return turn(names[0], ""), turn(names[1], "_2")
 
 
 def encode_by_clip(encoder: Encoder, captions: list[str], which: str) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from planner.evidence.jsonl import append_lines
 from planner.file_writing import write_file
 from planner.hardware.nvml import DeviceMemory, HostUse, Monitor
 from planner.untrusted import json_object, read_lines
@@ -74,8 +75,10 @@ class MemoryLog:
             raise
 
     def _write(self, facts: dict[str, Any], began: float, failed: bool) -> None:
+        if self.path is None:
+            return
         times = {"unix_seconds": unix_seconds(), "seconds": round(time.perf_counter() - began, 6)}
-        append(self.path, [{**facts, **times, **self.watch.peaks(), **({"failed": True} if failed else {})}])
+        append_lines(self.path, [{**facts, **times, **self.watch.peaks(), **({"failed": True} if failed else {})}])
 
 
 class Metrics:
@@ -87,7 +90,8 @@ class Metrics:
         # If a run was killed between writing the two files, the log already has these lines.
         logged = [] if log.path is None else _lines(log.path)
         repeated = [{**line, "repeated": True} for line in lines if line["step"] > step and "loss" in line]
-        append(log.path, [line for line in repeated if line not in logged])
+        if log.path is not None:
+            append_lines(log.path, [line for line in repeated if line not in logged])
         write_file(path, "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
         self._file = path.open("a", encoding="utf-8")
 
@@ -137,17 +141,6 @@ class LateLoss:
 def unix_seconds() -> float:
     """The current time in seconds since 1970, to milliseconds."""
     return round(time.time(), 3)
-
-
-def append(path: Path | None, lines: list[dict[str, Any]]) -> None:
-    """Appends JSON lines to a file, after removing a last line that is incomplete because a run was killed."""
-    if path is None or not lines:
-        return
-    with path.open("ab+") as file:
-        file.seek(0)
-        whole = file.read().rfind(b"\n") + 1
-        file.truncate(whole)
-        file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode())
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -280,7 +280,7 @@ def _host_like(parameters: list[nn.Parameter], pinned: bool) -> tuple[torch.Tens
 Optimizer = torch.optim.Optimizer | MuonAndAdamW | SteppedInBackward | OverMasters | OnHost
 
 
-def take_up(optimizer: Optimizer, kept: dict[str, Any]) -> None:
+def take_up(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Loads a saved optimizer state, each tensor in the dtype it was saved in.
 
     ``torch.optim.Optimizer.load_state_dict`` casts states to the parameters' dtype, but Adafactor and CAME keep those
@@ -289,18 +289,18 @@ def take_up(optimizer: Optimizer, kept: dict[str, Any]) -> None:
     `optimizer_step`.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer.load_state_dict(kept)
+        optimizer.load_state_dict(saved)
         return
     ways = [{name: group[name] for name in WAYS if name in group} for group in optimizer.param_groups]
-    groups = [{**group, **way} for group, way in zip(kept["param_groups"], ways, strict=True)]
-    optimizer.load_state_dict({**kept, "param_groups": groups})
+    groups = [{**group, **way} for group, way in zip(saved["param_groups"], ways, strict=True)]
+    optimizer.load_state_dict({**saved, "param_groups": groups})
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in kept["param_groups"] for number in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         state = optimizer.state[parameter]
-        for name, was in kept["state"].get(number, {}).items():
-            if isinstance(was, torch.Tensor) and was.dtype != state[name].dtype:
-                state[name] = was.to(state[name].device)
+        for name, value in saved["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and value.dtype != state[name].dtype:
+                state[name] = value.to(state[name].device)
 
 
 AS_PRESET = TrainingSettings()
@@ -332,24 +332,24 @@ def make_one(
     if strategy.optimizer == "muon":
         return MuonAndAdamW(parameters, settings)
     arguments = optimizer_arguments(strategy.optimizer, settings)
-    made: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer
     if strategy.optimizer == "adamw":
-        made = torch.optim.AdamW(parameters, **arguments, **FOREACH[strategy.optimizer_step])
+        optimizer = torch.optim.AdamW(parameters, **arguments, **FOREACH[strategy.optimizer_step])
     elif strategy.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 
-        made = Adafactor(parameters, **arguments, scale_parameter=False, relative_step=False, warmup_init=False)
+        optimizer = Adafactor(parameters, **arguments, scale_parameter=False, relative_step=False, warmup_init=False)
     elif strategy.optimizer == "prodigy":
         from prodigyopt import Prodigy
 
-        made = Prodigy(parameters, **arguments)
+        optimizer = Prodigy(parameters, **arguments)
     elif strategy.optimizer == "came":
         from came_pytorch import CAME
 
-        made = CAME(parameters, **arguments)
+        optimizer = CAME(parameters, **arguments)
     else:
         from bitsandbytes import optim
 
         classes = {"adamw-8bit": optim.AdamW8bit, "adamw-8bit-paged": optim.PagedAdamW8bit, "lion": optim.Lion}
-        made = classes[strategy.optimizer](parameters, **arguments)
-    return made
+        optimizer = classes[strategy.optimizer](parameters, **arguments)
+    return optimizer

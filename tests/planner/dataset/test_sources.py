@@ -239,7 +239,9 @@ def test_several_folders_are_one_dataset(tmp_path: Path) -> None:
 
 
 def test_a_scan_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the files that were looked at, also those that cannot be used."""
     tiny.write_clips(tmp_path, 3)
+    (tmp_path / "0.mp4").write_bytes(b"no video")
     monkeypatch.setattr(scan, "TELL_SECONDS", -1.0)
     monkeypatch.setattr(scan, "AT_ONCE", 1)
     seen: list[dict[str, object]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +13,21 @@ from click.testing import CliRunner
 
 from planner.catalog import card_lookup
 from planner.catalog.plan_id import row_id
-from planner.commands import calibrate as verb
 from planner.commands import cli
 from planner.errors import VplanError
 from planner.estimate.roofline import COPY_EFFICIENCY, attention_efficiency, efficiency
 from planner.estimate.work import Attention
 from planner.evidence import calibration
-from planner.evidence import from_ledger as learning
 from planner.evidence.calibration import Calibration, Rates, calibrated
-from planner.evidence.from_ledger import InstalledSetup
 from planner.evidence.ledger import Ledger, default_path
 from planner.evidence.measurement import ProbeRow
-from planner.hardware import doctor
-from planner.probe import probe
 from planner.probe.grid import plans
 from planner.probe.probe import measure_device
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Environment, Measured, Plan, write_plan
 from planner.units import GIB, MIB
+from tests.planner.drivers import RTX_4090, Computer
 
 NAME = "NVIDIA GeForce RTX 4090"
 RATES = Rates(
@@ -50,20 +46,16 @@ JOB = Job(model="wan2.1-t2v-1.3b", frames=17, height=480, width=832)
 @pytest.fixture(autouse=True)
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(learning, "installed_setup", lambda: InstalledSetup(NAME, "580.1", "2.13.0", "0.42.1"))
     return tmp_path / "home"
 
 
-def on_a_4090(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    """NVML shows one card, of which a desktop holds 1 GiB; torch 2.13.0 is installed."""
-    card = {
-        "name": NAME, "known_as": "rtx4090", "total_bytes": 24 * GIB, "reserved_bytes": GIB // 2, "used_bytes": GIB,
-    }  # fmt: skip
-    monkeypatch.setattr(doctor, "visible", lambda: ({"version": "580.1", "error": None}, [{**card, **changes}]))
-    monkeypatch.setattr(doctor, "package_version", {"torch": "2.13.0", "diffusers": "0.42.1"}.get)
-    monkeypatch.setattr(
-        doctor, "host_ram", lambda: {"total_bytes": 64 * GIB, "limit_bytes": 48 * GIB, "available_bytes": 40 * GIB}
-    )
+@pytest.fixture
+def on_a_4090(computer: Computer) -> Computer:
+    """A computer with one card, of which a desktop holds 1 GiB, and torch 2.13.0."""
+    computer.has_cards({**RTX_4090, "v2": {**RTX_4090["v2"], "used": GIB}})
+    computer.has_packages(torch="2.13.0", diffusers="0.42.1")
+    computer.has_ram(total=64 * GIB, available=40 * GIB)
+    return computer
 
 
 def asked(*words: str) -> dict[str, Any]:
@@ -72,8 +64,8 @@ def asked(*words: str) -> dict[str, Any]:
     return answer
 
 
-def test_the_card_that_is_here_is_planned_for_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_4090(monkeypatch)
+@pytest.mark.usefixtures("on_a_4090")
+def test_the_card_that_is_here_is_planned_for_as_it_is_now() -> None:
     found = asked("--gpu", "auto")
     listed = card_lookup.gpu("rtx4090")
     assert found["machine"]["gpu"] == "rtx4090"
@@ -83,8 +75,8 @@ def test_the_card_that_is_here_is_planned_for_as_it_is_now(monkeypatch: pytest.M
     assert any("in use by other processes" in words for words in found["assumptions"])
 
 
-def test_the_card_that_is_here_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_4090(monkeypatch)
+@pytest.mark.usefixtures("on_a_4090")
+def test_the_card_that_is_here_is_the_default() -> None:
     assert asked() == asked("--gpu", "auto")
     suggest = ["suggest", "sdxl", "--gradient-checkpointing", "full", "--json"]
     assert json.loads(CliRunner().invoke(cli, suggest).stdout)["plan"]["machine"]["gpu"] == "rtx4090"
@@ -92,12 +84,11 @@ def test_the_card_that_is_here_is_the_default(monkeypatch: pytest.MonkeyPatch) -
     assert [row["gpu"] for row in classes] == [group.name for group in card_lookup.gpu_classes()]
 
 
-def test_the_torch_that_is_here_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_torch_that_is_here_is_planned_for(on_a_4090: Computer) -> None:
     plain = ("--gpu", "auto", "--gradient-checkpointing", "none", "--frames", "17")
     peaks = {}
     for torch in ("2.13.0", "2.11.0+cu130"):
-        on_a_4090(monkeypatch)
-        monkeypatch.setattr(doctor, "package_version", {"torch": torch}.get)
+        on_a_4090.has_packages(torch=torch)
         found = asked(*plain)
         assert found["machine"]["torch"] == torch[:4]
         assert f"torch {torch[:4]} (installed)" in found["assumptions"]
@@ -106,9 +97,8 @@ def test_the_torch_that_is_here_is_planned_for(monkeypatch: pytest.MonkeyPatch) 
     assert peaks["2.11.0+cu130"] < 0.95 * peaks["2.13.0"]
 
 
-def test_the_torch_of_a_plan_is_that_of_its_own_computer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    on_a_4090(monkeypatch)
-    monkeypatch.setattr(doctor, "package_version", {"torch": "2.11.0"}.get)
+def test_the_torch_of_a_plan_is_that_of_its_own_computer(on_a_4090: Computer, tmp_path: Path) -> None:
+    on_a_4090.has_packages(torch="2.11.0")
     plan = tmp_path / "plan.toml"
     machine = Machine(gpu="24GB", torch="2.13")
     write_plan(Plan(job=JOB, strategy=Strategy(), machine=machine), plan)
@@ -124,8 +114,8 @@ def test_the_torch_of_a_plan_is_that_of_its_own_computer(monkeypatch: pytest.Mon
     assert torch("--gpu", "48GB", "--torch", "2.12") == "2.12"
 
 
-def test_a_card_nobody_knows_is_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_4090(monkeypatch, known_as=None, name="NVIDIA Something")
+def test_a_card_nobody_knows_is_its_memory(on_a_4090: Computer) -> None:
+    on_a_4090.has_cards({**RTX_4090, "Name": "NVIDIA Something"})
     assert asked("--gpu", "auto")["machine"]["gpu"] == "23.5GiB"
 
 
@@ -135,8 +125,7 @@ def test_without_nvml_auto_says_what_to_type() -> None:
     assert error["fix"] == "pass one: --gpu 24GB"
 
 
-def test_what_was_calibrated_takes_the_place_of_what_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_4090(monkeypatch)
+def test_what_was_calibrated_takes_the_place_of_what_is_listed(on_a_4090: Computer) -> None:
     before = asked("--gpu", "auto")
     calibration.write(FOUND)
     after = asked("--gpu", "auto")
@@ -145,8 +134,7 @@ def test_what_was_calibrated_takes_the_place_of_what_is_listed(monkeypatch: pyte
     assert after["step_seconds"] != before["step_seconds"]
     assert any("as calibrated 2026-11-21" in words for words in after["assumptions"])
     assert asked("--gpu", "rtx4090")["breakdown"]["context"] == before["breakdown"]["context"]
-    on_a_4090(monkeypatch)
-    monkeypatch.setattr(doctor, "package_version", {"torch": "2.14.0"}.get)  # another torch: measure again
+    on_a_4090.has_packages(torch="2.14.0")  # another torch: measure again
     assert asked("--gpu", "auto")["breakdown"]["context"] == before["breakdown"]["context"]
 
 
@@ -169,14 +157,14 @@ def test_what_nvml_did_not_tell_stays_as_listed() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 2}', "[" * 100_000])
-def test_a_damaged_calibration_is_named(own: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("on_a_4090")
+def test_a_damaged_calibration_is_named(text: str) -> None:
     path = calibration.write(FOUND)
     assert calibration.read(NAME, "580.1", "2.13.0") == FOUND
     assert calibration.read(NAME, "580.1", "2.13.1") is None
     path.write_text(text)
     with pytest.raises(VplanError, match=path.name):
         calibration.read(NAME, "580.1", "2.13.0")
-    on_a_4090(monkeypatch)
     assert asked("--gpu", "auto")["basis"] == "recorded"  # what is listed will do
 
 
@@ -190,6 +178,13 @@ def test_the_grid_is_what_may_run() -> None:
     }
     assert 0 < len(grid["8GB"]) < 6
     assert [plan.job.frames for plan in plans("flux.1-dev", card_lookup.gpu("80GB"))] == [1, 1]
+
+
+PEAKS = {"allocated_bytes": 5 * GIB, "reserved_bytes": 5 * GIB, "device_bytes": 6 * GIB, "retries": 0}
+PROBED = {
+    "outcome": "ok", "gpu": NAME, "driver": "580.1", "attention_kernel": "flash", "step_seconds": [1.0, 1.0],
+    "phases": dict.fromkeys(("load", "first_step", "step"), PEAKS),
+}  # fmt: skip
 
 
 def row(**details: Any) -> ProbeRow:
@@ -208,24 +203,22 @@ def row(**details: Any) -> ProbeRow:
     )  # fmt: skip
 
 
-def test_the_command_keeps_shows_and_shares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    on_a_4090(monkeypatch)
-    monkeypatch.setattr(verb, "measure_device", lambda _: FOUND.to_json())
-    ledger, ran = Ledger(default_path()), []
-
-    def run(self: Any, plan: Plan, **_: Any) -> ProbeRow:
-        ran.append(plan)
-        return row()
-
-    monkeypatch.setattr(verb.RealRunner, "run", run)
+@pytest.mark.usefixtures("on_a_4090")
+def test_the_command_keeps_shows_and_shares(worker: Callable[[str], None], tmp_path: Path) -> None:
+    """Its processes are real, and tell what a card would."""
+    told = {"calibrate": {"outcome": "ok", **FOUND.to_json()}, "probe": PROBED}
+    worker(f"tell(**{told}[sys.argv[-2]])")
+    ledger = Ledger(default_path())
     ledger.append(row(config={"num_layers": 2}))  # of a model that was shrunk: nobody else's business
     ledger.append(row().replace(env=row().env.replace(driver="560.0")))
     done = CliRunner().invoke(cli, ["calibrate", "--share", str(tmp_path / "shared.jsonl"), "--json"])
     answer = json.loads(done.stdout)
     assert (done.exit_code, answer["calibration"]["context_bytes"]) == (0, 400 * MIB)
-    assert Calibration.read(json.loads(Path(answer["path"]).read_text())) == FOUND
-    assert len(ledger.rows()) == 2 + len(ran) == 2 + len(answer["probes"]) == 2 + answer["shared"]
-    assert answer["corrections"]["wan2.1-t2v-1.3b"][0].startswith(f"corrected by {len(ran) + 1} measurements")
+    kept = Calibration.read(json.loads(Path(answer["path"]).read_text()))
+    assert kept.replace(time=FOUND.time) == FOUND
+    probed = len(list(plans("wan2.1-t2v-1.3b", card_lookup.gpu("rtx4090"))))
+    assert len(ledger.rows()) == 2 + probed == 2 + len(answer["probes"]) == 2 + answer["shared"]
+    assert answer["corrections"]["wan2.1-t2v-1.3b"][0].startswith(f"corrected by {probed + 1} measurements")
     text = (tmp_path / "shared.jsonl").read_text()
     assert "/home/me" not in text
     assert json.loads(text.splitlines()[0])["details"]["calibration"]["outside_bytes"] == 450 * MIB
@@ -241,13 +234,12 @@ def test_without_a_gpu_it_says_what_it_needs_and_what_works() -> None:
     assert "vplan estimate" in done.stderr and "--device cpu" in done.stderr
 
 
-def test_a_worker_that_dies_is_exit_4_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "raise ImportError('libcudnn is gone')"
-    monkeypatch.setattr(probe, "vplan_command", lambda *words: [sys.executable, "-c", source, *words])
+def test_a_worker_that_dies_is_exit_4_with_its_last_words(worker: Callable[[str], None]) -> None:
+    worker("raise ImportError('libcudnn is gone')")
     with pytest.raises(VplanError, match="calibrating failed: exit code 1: ImportError: libcudnn is gone") as failure:
         measure_device("cuda")
     assert failure.value.exit_code == 4
-    monkeypatch.setattr(probe, "vplan_command", lambda *words: [sys.executable, "-c", "import time; time.sleep(60)"])
+    worker("time.sleep(60)")
     with pytest.raises(VplanError, match="stopped at its time limit"):
         measure_device("cuda", time_limit=0.5)
 
@@ -255,7 +247,8 @@ def test_a_worker_that_dies_is_exit_4_with_its_last_words(monkeypatch: pytest.Mo
 # ---- accuracy, before and after
 
 
-def test_accuracy_shows_what_learning_changes(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("on_a_4090")
+def test_accuracy_shows_what_learning_changes() -> None:
     """Three lengths that all take 4 % more than recordings say, in a file and in the user's own ledger. No row of the
     model is bundled."""
     from planner.estimate.estimate import estimate

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from planner.catalog import card_lookup
-from planner.evidence import from_ledger as learning
 from planner.evidence.accuracy import Prediction, compare
-from planner.evidence.from_ledger import InstalledSetup, measurements_of
+from planner.evidence.from_ledger import measurements_of
 from planner.evidence.held_out import halves, seconds_error_pct, spearman
 from planner.evidence.measurement import ProbeRow, in_held_out_half
 from planner.evidence.published import read_rows
 from planner.spec.configuration import Configuration
 from planner.spec.plan import PhasePeak, Verdict
 from planner.units import GIB
+from tests.planner.drivers import RTX_4090, Computer
 
 JOB = {"model": "sd1.5", "frames": 1, "height": 512, "width": 512}
 ENV = dict.fromkeys(("driver", "diffusers", "attention_kernel", "command", "time"), "x")
@@ -129,11 +129,12 @@ def test_a_probe_that_encodes_nothing_is_not_refused_for_it(tmp_path: Path) -> N
         assert (found.verdict, found.predicted_gib) == (verdict, device)
 
 
-def test_nothing_is_learned_from_the_half_that_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_learned_from_the_half_that_is_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computer: Computer
+) -> None:
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        learning, "installed_setup", lambda: InstalledSetup("NVIDIA GeForce RTX 4090", "x", "2.13.0", "x")
-    )
+    computer.has_cards(RTX_4090, driver="x")
+    computer.has_packages(torch="2.13.0", diffusers="x")
 
     def runs(*names: str, grid: str | None = "one-gpu") -> int:
         known = [ProbeRow.read(row(name, grid=grid)) for name in names]

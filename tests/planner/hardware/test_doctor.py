@@ -80,10 +80,12 @@ def look(monkeypatch: pytest.MonkeyPatch, *cards: dict[str, Any], cuda: int = 12
     Driver(monkeypatch, list(cards), cuda)
     for name in doctor.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    # It would take a second.
-    monkeypatch.setattr(doctor, "tapes", lambda: {"differs": [], "recorded_with": {}, "own_models": 0})
+    driver, cards = doctor.gpus()
     facts = {
-        **doctor.examine(),
+        "system": doctor.system(),
+        "driver": driver,
+        "gpus": cards,
+        "tapes": {"differs": [], "recorded_with": {}, "own_models": 0},  # to read them would take a second
         "torch_build": {"for": "cuda", "cuda": "12.8"},
         "environment": EXPANDABLE,
         "packages": NEW,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -79,12 +78,11 @@ def test_the_cause_is_told_on_all(pair: tuple[Peers, Peers]) -> None:
 
 
 def test_a_failure_elsewhere_ends_the_ranks_here(
-    pair: tuple[Peers, Peers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Peers, Peers], tmp_path: Path, worker: Callable[[str], None]
 ) -> None:
     """Ranks that would wait for ever are ended, and what one of them had told before counts."""
     first, second = pair
-    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
-    monkeypatch.setattr(launch, "command", lambda *said: sleeper)
+    worker("time.sleep(600)")
     began = later(lambda: first.run(0, request(tmp_path), Nodes(0), lambda: None))
     told = later(lambda: second.joint_outcome(0, Outcome("nan", "step 3", exit_code=4)))
     assert began() == told() == Outcome("nan", "step 3", exit_code=4)

@@ -22,7 +22,6 @@ import profiles
 import vplan
 from planner.commands import cli
 from planner.errors import VplanError
-from planner.launch import recorders
 from planner.launch.recorders import Recorders, TapeTask
 from planner.tape.packed_json import pack
 from planner.tape.packs import read_recording
@@ -33,7 +32,6 @@ MODEL = "wan2.1-t2v-1.3b"
 PATIENCE = 120
 
 WORKER = """
-import json, os, sys, time
 for line in sys.stdin:
     order = json.loads(line)
     if order["variant"] == "dies":
@@ -42,10 +40,7 @@ for line in sys.stdin:
     answer = {"outcome": "ok", "pid": os.getpid(), "set": list({"full", "sliding", "global", "local"})}
     if order["model"] == "bad":
         answer = {"outcome": "refused", "message": "no", "fix": "do", "exit_code": 3}
-    path = os.path.join(sys.argv[1], f"result-{order['number']:05d}.json")
-    with open(path + ".part", "w") as file:
-        json.dump(answer, file)
-    os.replace(path + ".part", path)
+    write_json(folder / f"result-{order['number']:05d}.json", answer)
 """
 
 
@@ -54,11 +49,13 @@ def task(variant: str, model: str = "good") -> TapeTask:
 
 
 @pytest.fixture
-def own_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A worker that imports nothing; the folder of temporary files."""
-    monkeypatch.setattr(recorders, "vplan_command", lambda *words: [sys.executable, "-c", WORKER, words[-1]])
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+def own_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, worker: Callable[[str], None]) -> Path:
+    """A worker that imports no torch; the folder of temporary files."""
+    worker(WORKER)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    return temporary
 
 
 def gone(pids: set[int]) -> bool:

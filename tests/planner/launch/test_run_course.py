@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import VplanError
+from planner.evidence.jsonl import append_lines
 from planner.launch.run_course import BINS, RunCourse, course, curve, smoothed
 from planner.launch.run_history import GrowingFile, RunHistory, is_run
 from planner.units import GIB
@@ -152,11 +153,10 @@ def test_what_is_read_is_what_was_added(tmp_path: Path) -> None:
 
 
 def test_what_was_there_is_passed_over_also_where_a_kill_cut_its_last_line(tmp_path: Path) -> None:
-    append = pytest.importorskip("trainers.measuring.run_metrics").append
     path = tmp_path / "lines.jsonl"
     path.write_text('{"a": 1}\n{"b": "as long as the next two lines are"')
     growing = GrowingFile(path, skip=True)
-    append(path, [{"c": 3}, {"d": 4}])
+    append_lines(path, [{"c": 3}, {"d": 4}])
     assert growing.new_lines() == [{"c": 3}, {"d": 4}] and not growing.is_new
 
 

@@ -37,6 +37,7 @@ from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Environment, Estimate, Measured, PhasePeak, Plan
 from planner.units import GIB, MIB, gib
+from tests.planner.drivers import RTX_4090, Computer
 
 PRIOR_RATIO, HALF_WIDTH, NORMAL_90 = 1.01, 0.03, 1.6448536
 """Of recordings alone: the middle of 2 % below to 4 % above, half of its width; and what holds 90 % of a normal law."""
@@ -45,7 +46,6 @@ TRAINED = frozenset({"load", "first_step", "train", "optimizer", "save"})
 JOB = Job(model="wan2.1-t2v-1.3b", frames=17, height=480, width=832)
 STRATEGY = Strategy(gradient_checkpointing="full")
 MACHINE = Machine(gpu="24GB", host_ram=64 * GIB)
-HERE = InstalledSetup("NVIDIA GeForce RTX 3090", "580.1", "2.13.0", "0.42.1")
 
 
 def peak(reserved: int, outside: int) -> PhasePeak:
@@ -255,10 +255,11 @@ def row(device: float, gpu: str = "rtx3090", outcome: Any = "ok", **fields: Any)
 
 
 @pytest.fixture
-def own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Ledger:
+def own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, computer: Computer) -> Ledger:
     """A ledger of the test's own, on a computer with an RTX 3090."""
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path))
-    monkeypatch.setattr(learning, "installed_setup", lambda: HERE)
+    computer.has_cards({**RTX_4090, "Name": "NVIDIA GeForce RTX 3090"})
+    computer.has_packages(torch="2.13.0", diffusers="0.42.1")
     monkeypatch.setattr(learning, "_predictions_here", {})  # what another test's rows were told is not written again
     return Ledger(tmp_path / "ledger.jsonl")
 

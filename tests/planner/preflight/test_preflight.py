@@ -8,6 +8,7 @@ import resource
 import shlex
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +28,10 @@ from planner.preflight import gpu_wait
 from planner.preflight.checks import on_disk
 from planner.preflight.gpu_wait import parse_wait
 from planner.preflight.preflight import PreflightOptions, estimated, preflight, ready
-from planner.probe.probe import RealRunner
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Environment, Evidence, Measured, Plan, read_plan, write_plan
 from planner.units import GIB, MIB
-from tests.planner.drivers import H100, Driver
+from tests.planner.drivers import H100, Computer, Driver
 
 RTX = {
     "Name": "NVIDIA GeForce RTX 4090",
@@ -291,11 +291,11 @@ def test_inside_a_rehearsal_memory_is_no_reason_to_refuse(monkeypatch: pytest.Mo
     assert answer["verdict"] == "go" and levels(answer)["plan"] == "warning"
 
 
-def test_the_estimate_is_of_the_torch_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_is_of_the_torch_that_is_installed(computer: Computer) -> None:
     needs = []
-    for installed in ("2.13", "2.11"):
-        Driver(monkeypatch, [H100])
-        monkeypatch.setattr(doctor, "torch_release", lambda release=installed: release)
+    computer.has_cards(H100)
+    for installed in ("2.13.0", "2.11.0"):
+        computer.has_packages(torch=installed)
         write_plan(plan({"gradient_checkpointing": "none"}), "plan.toml")
         needs.append(json.loads(run("plan.toml", "--json").stdout)["estimate"]["peak"]["device_bytes"])
     assert needs[1] < 0.95 * needs[0]
@@ -317,50 +317,54 @@ def test_what_ran_out_of_memory_here_is_no_proof(monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 3 and levels(json.loads(result.stdout))["plan"] == "error"
 
 
+COUNTED = {"allocated_bytes": None, "reserved_bytes": None, "device_bytes": 12 * GIB, "retries": 0}
+
+
 @pytest.mark.parametrize(
-    ("measured", "code", "told"),
+    ("reported", "code", "told"),
     [
-        ({"outcome": "ok", "device_bytes": 12 * GIB, "step_seconds": 1.0}, 0, "12.0 GiB of a GPU"),
-        ({"outcome": "ok", "device_bytes": 30 * GIB, "step_seconds": 1.0}, 3, "are free"),
-        ({"outcome": "ok", "device_bytes": 12 * GIB, "step_seconds": 1.0, "retries": 2}, 3, "at the limit"),
-        ({"outcome": "oom", "phase": "train"}, 3, "ran out of GPU memory in train"),
+        ({"outcome": "ok", "phases": {"step": COUNTED}}, 0, "12.0 GiB of a GPU"),
+        ({"outcome": "ok", "phases": {"step": {**COUNTED, "device_bytes": 30 * GIB}}}, 3, "are free"),
+        ({"outcome": "ok", "phases": {"first_step": {**COUNTED, "retries": 2}}}, 3, "at the limit"),
+        ({"outcome": "oom", "phase": "step"}, 3, "ran out of GPU memory in train"),
         ({"outcome": "host-oom"}, 3, "ran out of host memory"),
-        ({"outcome": "timeout"}, 4, "ended with timeout"),
-        ({"outcome": "crash"}, 4, "ended with crash"),
+        ({"outcome": "nan"}, 4, "ended with nan"),
+        ({}, 4, "ended with crash"),
     ],
 )
 def test_a_probe_has_the_last_word(
-    monkeypatch: pytest.MonkeyPatch, measured: dict[str, Any], code: int, told: str
+    monkeypatch: pytest.MonkeyPatch, worker: Callable[[str], None], reported: dict[str, Any], code: int, told: str
 ) -> None:
     Driver(monkeypatch, [RTX])
-    row = {"measured": {"phase": None, "device_bytes": None, "retries": None, **measured}, "details": {}}
-    monkeypatch.setattr("planner.probe.probe.probe", lambda plan, how, **more: SimpleNamespace(to_json=lambda: row))
+    worker(f"tell(**{ ({'step_seconds': [1.0], **reported}) })")
     result = run("plan.toml", "--probe")
     assert result.exit_code == code
     assert told in result.output
 
 
 @pytest.mark.parametrize(
-    ("strategy", "encodes"),
+    ("strategy", "parts"),
     [
-        ({"gradient_checkpointing": "full"}, True),
-        ({"gradient_checkpointing": "partial", "checkpointed_blocks": 15}, False),
+        ({"gradient_checkpointing": "full"}, ["encode", "step"]),
+        ({"gradient_checkpointing": "partial", "checkpointed_blocks": 15}, ["step"]),
     ],
 )
 def test_a_probe_encodes_where_encoding_needs_most(
-    monkeypatch: pytest.MonkeyPatch, strategy: dict[str, Any], encodes: bool
+    monkeypatch: pytest.MonkeyPatch,
+    worker: Callable[[str], None],
+    tmp_path: Path,
+    strategy: dict[str, Any],
+    parts: list[str],
 ) -> None:
     Driver(monkeypatch, [RTX])
     write_plan(plan(strategy), "plan.toml")
-    asked: list[bool] = []
-
-    def probe(plan: Plan, runner: RealRunner, *, encode: bool = False) -> ProbeRow:
-        asked.append(encode or runner.encode)
-        raise VplanError("no GPU in this test")
-
-    monkeypatch.setattr("planner.probe.probe.probe", probe)
-    run("plan.toml", "--probe")
-    assert asked == [encodes]
+    worker(
+        "request = json.loads((folder / 'request.json').read_text())\n"
+        f"with open({str(tmp_path / 'parts')!r}, 'a') as file: print(request.get('part', 'step'), file=file)\n"
+        f"tell(outcome='ok', phases={{'step': {COUNTED}}}, step_seconds=[1.0])"
+    )
+    assert run("plan.toml", "--probe").exit_code == 0
+    assert (tmp_path / "parts").read_text().split() == parts
 
 
 # ---- plans that are none

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import profiles
 from planner.catalog import card_lookup, lookup
 from planner.catalog.plan_id import row_id
 from planner.catalog.shapes import grid
-from planner.commands import calibrate as verb
 from planner.commands import cli
+from planner.commands._shared.grid_campaign import Campaign, GridOptions, Where
 from planner.errors import VplanError
 from planner.estimate.estimate import estimate
 from planner.estimate.roofline import step_seconds
@@ -31,10 +32,9 @@ from planner.probe import grid_file
 from planner.probe.grid_file import GridEntry, read_grid
 from planner.probe.grid_schedule import START_SECONDS, Candidate, candidate, measuring_order
 from planner.probe.probe import RealRunner
-from planner.probe.simulated import SimulatedRunner
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
-from planner.spec.plan import Measured, Plan
+from planner.spec.plan import Plan
 from planner.units import GIB, MIB
 
 MACHINE = Machine(gpu="h100-80gb")
@@ -321,28 +321,30 @@ def test_halves_are_of_a_grid_s_rows_alone() -> None:
         assert held_out(ProbeRow.read({**said, "grid": "one-gpu"})) == in_held_out_half(name)
 
 
-def test_what_is_off_is_recorded(files: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runner is a simulated machine in the place of a GPU, on which the first plan takes 2 % more than is said."""
+def test_what_is_off_is_recorded(files: tuple[str, Path], worker: Callable[[str], None]) -> None:
+    """Its processes are real, and tell of a first plan that takes 2 % more than is estimated."""
     grid, rows = files
-    recorded: list[str] = []
-
-    def run(self: RealRunner, plan: Plan, *, steps: int, time_limit: float, encode: bool = False) -> ProbeRow:
-        if self.history:
-            recorded.append(Path(self.history).name)
-        said = candidate(GridEntry(job=plan.job, strategy=plan.strategy), Machine(gpu="rtx4090")).phases["train"]
-        share = 1.02 if plan.strategy.gradient_checkpointing == "none" else 1.005
-        seen = {name: round(share * nbytes) for name, nbytes in said.to_json().items()}
-        row = SimulatedRunner(crash=0.0).run(plan, steps=steps, time_limit=time_limit)
-        measured = Measured.read({"outcome": "ok", **seen})
-        return row.replace(measured=measured, details={"phases": {"train": {}}})
-
-    monkeypatch.setattr(RealRunner, "run", run)
-    cards = [{"name": "NVIDIA GeForce RTX 4090", "known_as": "rtx4090"}]
-    monkeypatch.setattr(verb.doctor, "visible", lambda: ({"error": None}, cards))
-    line = ["calibrate", "--grid", grid, "-o", str(rows), "--json", "--histories", str(rows.parent)]
-    answer = json.loads(CliRunner().invoke(cli, line).stdout)
-    assert len(answer["probes"]) == len(Ledger(rows).rows()) == 2
-    off = [row["id"] for row in answer["probes"] if row["strategy"]["gradient_checkpointing"] == "none"]
-    assert recorded == [f"{name}.json" for name in off] and len(recorded) == 1
-    done = CliRunner().invoke(cli, [*line[:-1], str(rows.parent / "none")])
-    assert "there is no folder" in done.stdout
+    machine = Machine(gpu="rtx4090")
+    peaks = {}
+    for entry in read_grid(grid)[:2]:
+        mode, share = entry.strategy.gradient_checkpointing, 1.02 if not peaks else 1.005
+        expected = candidate(entry, machine).phases["train"].to_json()
+        peaks[mode] = {**{name: round(share * nbytes) for name, nbytes in expected.items()}, "retries": 0}
+    worker(
+        "request = json.loads((folder / 'request.json').read_text())\n"
+        f"peak = {peaks}[request['plan']['strategy']['gradient_checkpointing']]\n"
+        "if request['history']: Path(request['history']).touch()\n"
+        "tell(outcome='ok', gpu='NVIDIA GeForce RTX 4090', phases={'train': peak}, step_seconds=[1.0])"
+    )
+    options = GridOptions(
+        grid=grid, output=str(rows), max_minutes=None, dry_run=False, retry=False, histories=str(rows.parent),
+        time_limit=60,
+    )  # fmt: skip
+    campaign = Campaign(options, Where(RealRunner(), machine, None, "cuda"))
+    campaign.plan()
+    campaign.run()
+    assert len(campaign.rows) == len(Ledger(rows).rows()) == 2
+    (off,) = [row.id for row in campaign.rows if row.strategy.gradient_checkpointing == "none"]
+    assert [path.name for path in rows.parent.glob("*.json")] == [f"{off}.json"]
+    with pytest.raises(VplanError, match="there is no folder"):
+        dataclasses.replace(options, histories=str(rows.parent / "none")).check()

@@ -1,4 +1,4 @@
-"""The parent of a probe: what it makes of a worker that tells, dies, hangs or refuses; and the files of rows."""
+"""The parent of a probe: what it makes of a worker that tells, dies, hangs or refuses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pynvml
 import pytest
 from click.testing import CliRunner
 
@@ -22,20 +24,20 @@ from planner.catalog import card_lookup
 from planner.catalog.plan_id import row_id
 from planner.commands import cli
 from planner.errors import VplanError
-from planner.evidence.jsonl import append_row, rows_by_id
+from planner.evidence.jsonl import append_row
 from planner.evidence.ledger import Ledger, default_path
-from planner.evidence.measurement import ProbeRow
 from planner.evidence.published import read_rows
 from planner.hardware import nvml
 from planner.launch import launch
 from planner.launch.supported import supported_plan
 from planner.probe import probe as probing
-from planner.probe import worker_python
-from planner.probe.probe import RealRunner, classify, facts_of_all_ranks, measurement_of, probe
+from planner.probe.probe import probe
+from planner.probe.reported_facts import classify, facts_of_all_ranks, measurement_of
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, write_plan
 from planner.units import GIB
 from planner.worker_process import Ended, run_worker, write_json
+from tests.planner.drivers import H100, Driver
 
 PHASE = {"allocated_bytes": None, "reserved_bytes": None, "device_bytes": None, "retries": None}
 
@@ -50,19 +52,10 @@ def plan(trainer: str = "vplan", **fields: Any) -> Plan:
     return Plan(**records, trainer=trainer)
 
 
-@pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Sets the Python source that runs in the worker's place, with the shared folder in `folder`."""
+@pytest.fixture(autouse=True)
+def own_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def set_source(source: str) -> None:
-        opening = f"import json, os, sys, time; from pathlib import Path; sys.path.insert(0, {vplan.HOME!r})\n"
-        opening += "from planner.worker_process import write_json; folder = Path(sys.argv[-1])\n"
-        opening += "def tell(**facts): write_json(folder / 'result-00000.json', facts)\n"
-        monkeypatch.setattr(launch, "command", lambda *arguments: probing.vplan_command(str(arguments[1])))
-        monkeypatch.setattr(probing, "vplan_command", lambda *words: [sys.executable, "-c", opening + source, *words])
-
-    return set_source
+    monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
 
 
 @pytest.mark.parametrize(
@@ -174,13 +167,13 @@ def test_ranks_are_started_by_torch_s_launcher(tmp_path: Path) -> None:
     assert "torch.distributed.run" in several and "torch.distributed.run" not in alone
 
 
-def test_a_plan_is_probed_as_for_another_card(measuring: list[int], tmp_path: Path) -> None:
+def test_a_plan_is_probed_as_for_another_card(ran: Callable[[], list[int]], tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5), "--gpu", "16GB", "--json"])
     row = json.loads(result.stdout)
     assert row["machine"]["gpu"] == "16GB"
     assert row["env"]["command"].endswith("--gpu 16GB")
     result = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5), "--weights", str(tmp_path / "none")])
-    assert (result.exit_code, measuring) == (1, [5])
+    assert (result.exit_code, ran()) == (1, [5])
 
 
 @pytest.mark.parametrize(
@@ -194,23 +187,20 @@ def test_a_plan_is_probed_as_for_another_card(measuring: list[int], tmp_path: Pa
     ],
 )
 def test_a_plan_that_is_none_is_one_line_and_nothing_runs(
-    measuring: list[int], tmp_path: Path, change: tuple[str, str], message: str
+    ran: Callable[[], list[int]], tmp_path: Path, change: tuple[str, str], message: str
 ) -> None:
     (path,) = files(tmp_path, 5)
     text = Path(path).read_text()
     assert change[0] in text
     Path(path).write_text(text.replace(*change))
     result = CliRunner().invoke(cli, ["probe", path, "-o", str(tmp_path / "rows.jsonl")])
-    assert (result.exit_code, measuring) == (1, [])
+    assert (result.exit_code, ran()) == (1, [])
     error, fix = result.stderr.splitlines()
     assert error.startswith("error: ") and message in error and fix.startswith("fix: ")
     assert not (tmp_path / "rows.jsonl").exists() and not default_path().exists()
 
 
-def test_a_gpu_that_vanishes_is_a_crash_with_its_log(
-    worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
+def test_a_gpu_that_vanishes_is_a_crash_with_its_log(worker: Any, tmp_path: Path) -> None:
     lost = "CUDA error: unspecified launch failure"
     worker(f"tell(phase='step', phases={{'load': {PEAKS}}}, gpu='NVIDIA H100'); raise RuntimeError({lost!r})")
     result = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5), "--json"])
@@ -220,18 +210,23 @@ def test_a_gpu_that_vanishes_is_a_crash_with_its_log(
     assert len(Ledger(default_path()).rows()) == 1
 
 
-def test_no_room_for_a_probe_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX limits")
+def test_no_room_for_a_probe_is_one_line(tmp_path: Path) -> None:
+    import resource
 
-    monkeypatch.setattr(probing, "write_json", full)
-    with pytest.raises(VplanError, match=r"cannot write into .*: No space left on device") as failure:
-        probe(plan())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))  # bytes that a file may have
+    try:
+        with pytest.raises(VplanError, match=r"cannot write into .*: File too large") as failure:
+            probe(plan())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "TMPDIR" in failure.value.fix
+    assert list(tmp_path.glob("vplan-probe-*")) == []
 
 
 def test_a_ledger_that_cannot_be_written_takes_no_answer_away(
-    measuring: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ran: Callable[[], list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "file"))
@@ -244,7 +239,8 @@ def test_a_ledger_that_cannot_be_written_takes_no_answer_away(
 def test_memory_that_a_driver_does_not_take_back_is_told(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first two runs it comes back at once, or after a while; of the last never."""
     used = iter([GIB, 9 * GIB, GIB, GIB, GIB, GIB, *[5 * GIB] * 1000])
-    monkeypatch.setattr(probing, "used_bytes", lambda _: next(used))
+    Driver(monkeypatch, [H100])
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda *_, **__: SimpleNamespace(used=next(used)))
     monkeypatch.setattr(probing, "SETTLE_SECONDS", 0.3)
     worker("tell(outcome='ok', phases={})")
     rows = [probe(plan()) for _ in range(3)]
@@ -434,10 +430,7 @@ def test_what_the_step_lacks_is_refused_by_name(fields: dict[str, Any], message:
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(name: str) -> Any:
-        return None if name == "bitsandbytes" else SimpleNamespace()
-
-    monkeypatch.setattr(worker_python.importlib.util, "find_spec", find)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as Python marks what cannot be imported
     with pytest.raises(VplanError, match="needs bitsandbytes"):
         probe(plan(optimizer="adamw-8bit"))
 
@@ -450,57 +443,20 @@ def test_a_row_is_named_by_what_the_plan_asks() -> None:
     assert len({name, *others}) == 4
 
 
-# ---- files of rows
-
-
-def test_rows_are_appended_and_found(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    assert rows_by_id(path) == {}
-    for name in ("a", "b"):
-        append_row(path, {"id": name})
-    assert list(rows_by_id(path)) == ["a", "b"]
-
-
-@pytest.mark.parametrize(("tail", "kept"), [(b'{"id": "b", "mea', ["a", "c"]), (b'{"id": "b"}', ["a", "b", "c"])])
-def test_a_torn_last_line_is_no_row(tmp_path: Path, tail: bytes, kept: list[str]) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"id": "a"}\n' + tail)
-    assert list(rows_by_id(path)) == kept[:-1]
-    append_row(path, {"id": "c"})
-    assert list(rows_by_id(path)) == kept
-    assert path.read_bytes().startswith(b'{"id": "a"}\n')
-
-
-def test_a_damaged_row_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"id": "a"}\nnonsense\n{"id": "b"}\n')
-    with pytest.raises(VplanError, match=r"rows\.jsonl:2 is damaged"):
-        rows_by_id(path)
-    with pytest.raises(VplanError, match="cannot write"):
-        append_row(tmp_path, {"id": "a"})
-
-
 # ---- the command
 
 
 @pytest.fixture
-def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """The command with a probe whose outcome depends on the frames; gives the list of frames that were run."""
-    ran: list[int] = []
-    outcomes = {5: "ok", 9: "oom", 13: "crash"}
-
-    def fake(plan: Plan, how: RealRunner, **_: Any) -> ProbeRow:
-        ran.append(plan.job.frames)
-        told = {"phase": "train", "phases": {"train": {**PHASE, "device_bytes": GIB}}, "step_seconds": [1.5]}
-        outcome: Any = outcomes[plan.job.frames]
-        return ProbeRow(
-            id=row_id(plan), job=plan.job, strategy=plan.strategy, machine=plan.machine,
-            measured=measurement_of(outcome, told), env=probing._environment(told, how, "now"),
-        )  # fmt: skip
-
-    monkeypatch.setattr(probing, "probe", fake)
-    monkeypatch.setenv("VPLAN_HOME", str(tmp_path / "home"))
-    return ran
+def ran(worker: Any, tmp_path: Path) -> Callable[[], list[int]]:
+    """Lets the outcome of a probe depend on the frames of its plan; gives the frames of all plans that were run."""
+    log = tmp_path / "ran"
+    worker(
+        "frames = json.loads((folder / 'request.json').read_text())['plan']['job']['frames']\n"
+        f"with open({str(log)!r}, 'a') as file: print(frames, file=file)\n"
+        f"tell(phase='step', phases={{'train': {PEAKS}}}, step_seconds=[1.5], **{{5: {{'outcome': 'ok'}}, "
+        "9: {'outcome': 'oom'}, 13: {}}[frames])"
+    )
+    return lambda: [int(line) for line in log.read_text().split()] if log.exists() else []
 
 
 def files(folder: Path, *frames: int) -> list[str]:
@@ -511,32 +467,32 @@ def files(folder: Path, *frames: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("frames", "code"), [((5,), 0), ((9,), 3), ((13,), 4), ((5, 9), 3), ((9, 13, 5), 4)])
-def test_exit_codes(measuring: list[int], tmp_path: Path, frames: tuple[int, ...], code: int) -> None:
+def test_exit_codes(ran: Callable[[], list[int]], tmp_path: Path, frames: tuple[int, ...], code: int) -> None:
     result = CliRunner().invoke(cli, ["probe", *files(tmp_path, *frames), "--json"])
     assert result.exit_code == code
     answer = json.loads(result.stdout)
     rows = answer["rows"] if len(frames) > 1 else [answer]
-    assert [row["job"]["frames"] for row in rows] == list(frames) == measuring
+    assert [row["job"]["frames"] for row in rows] == list(frames) == ran()
     assert "vplan probe 5.toml --steps 3" in json.dumps(answer) or 5 not in frames
     assert [row.job.frames for row in Ledger(default_path()).rows()] == list(frames)
 
 
-def test_a_grid_goes_on_where_it_was_stopped(measuring: list[int], tmp_path: Path) -> None:
+def test_a_grid_goes_on_where_it_was_stopped(ran: Callable[[], list[int]], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     first = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5, 9), "-o", str(rows)])
     assert "[2/2]" in first.stderr and "oom" in first.stderr
     before = rows.read_bytes()
     second = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5, 9, 13), "-o", str(rows), "--json"])
-    assert measuring == [5, 9, 13]
+    assert ran() == [5, 9, 13]
     assert "already in" in second.stderr
     assert rows.read_bytes().startswith(before)
     assert [row["measured"]["outcome"] for row in json.loads(second.stdout)["rows"]] == ["ok", "oom", "crash"]
 
 
-def test_all_plans_are_read_before_one_runs(measuring: list[int], tmp_path: Path) -> None:
+def test_all_plans_are_read_before_one_runs(ran: Callable[[], list[int]], tmp_path: Path) -> None:
     write_plan(plan(text_encoder="resident"), tmp_path / "resident.toml")
     result = CliRunner().invoke(cli, ["probe", *files(tmp_path, 5), str(tmp_path / "resident.toml")])
-    assert (result.exit_code, measuring) == (1, [])
+    assert (result.exit_code, ran()) == (1, [])
     assert "text_encoder resident" in result.stderr
 
 

@@ -36,7 +36,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[SampleFiles]:
 def test_other_processes_decode_what_this_one_would(
     samples: list[SampleFiles], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "cores", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
     with decoded(samples, processes_for(samples)) as answers:
         all_ahead = list(answers)
         pids = {child.pid for child in psutil.Process().children()}
@@ -60,7 +60,7 @@ def test_other_processes_decode_what_this_one_would(
 def test_few_samples_and_those_of_many_ranks_start_no_process(
     samples: list[SampleFiles], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "cores", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
     assert processes_for(samples) == len(samples) // FEWEST_ITEMS == 2
     assert processes_for(samples, ranks=4) == 1
     assert processes_for(samples[: FEWEST_ITEMS - 1]) == processes_for(samples, ranks=5) == processes_for([]) == 0

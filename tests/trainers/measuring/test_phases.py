@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from diffusers import AutoencoderKLWan  # noqa: E402
+from diffusers import AutoencoderKLWan, WanTransformer3DModel  # noqa: E402
 from transformers import UMT5EncoderModel  # noqa: E402
 
 from planner.errors import VplanError  # noqa: E402
@@ -19,7 +19,7 @@ from planner.spec.job import Bucket  # noqa: E402
 from tests.trainers import runs  # noqa: E402
 from trainers.data import layer_offload  # noqa: E402
 from trainers.measuring.measure import measure  # noqa: E402
-from trainers.measuring.phases import ProbedTraining, ProbeRequest  # noqa: E402
+from trainers.measuring.phases import ProbeRequest  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("frozen_heap")
 
@@ -50,18 +50,20 @@ def wanted(place: runs.Place, scratch: Path, **said: Any) -> ProbeRequest:
 
 
 def test_published_weights_and_every_bucket(place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models, shapes, step = [], [], ProbedTraining._step
+    models, shapes, forward = [], [], WanTransformer3DModel.forward
 
-    def noted(self: ProbedTraining, grid: dict[str, int]) -> float:
-        models.append(self.trainee.model)
-        shapes.append((grid["B"], grid["F"]))
-        return step(self, grid)
+    def noted(self: WanTransformer3DModel, hidden_states: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        models.append(self)
+        shapes.append((len(hidden_states), hidden_states.shape[2]))
+        return forward(self, hidden_states, *rest, **more)
 
-    monkeypatch.setattr(ProbedTraining, "_step", noted)
+    monkeypatch.setattr(WanTransformer3DModel, "forward", noted)
     report = Report()
     measure(wanted(place, tmp_path / "scratch"), report)
     assert (report.facts["outcome"], report.facts["missing"][1:]) == ("ok", [])
-    assert shapes == [(2, 2), (1, 1), (2, 2), (2, 2), (2, 2)]  # first, one of each with the largest last, steady ones
+    # Two micro-batches each: the first step, one of each shape with the largest last, two steady steps, and one whose
+    # passes are measured apart. Then one forward alone, whose attention kernels are named.
+    assert shapes == [(2, 2)] * 2 + [(1, 1)] * 2 + [(2, 2)] * (2 + 4 + 2 + 1)
     assert len(report.facts["losses"]) == 6 and len(report.facts["step_seconds"]) == 2
     published = runs.tensors(place.root / "model")
     found = {name.replace(".base_layer", ""): value for name, value in models[0].state_dict().items()}
@@ -81,16 +83,18 @@ def test_weights_that_are_no_numbers_at_the_checkpoint_are_a_nan(
     place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All losses were numbers: the last optimizer step spoilt the weights."""
-    step = ProbedTraining.optimizer_step
+    update, done = torch.optim.AdamW.step, []
 
-    def poisoned(self: ProbedTraining) -> None:
-        step(self)
-        next(iter(self.trainee.trainable.values())).data.fill_(float("nan"))
+    def poisoned(self: torch.optim.AdamW, *arguments: Any) -> Any:
+        done.append(update(self, *arguments))
+        if len(done) == 6:
+            self.param_groups[0]["params"][0].data.fill_(float("nan"))
+        return done[-1]
 
-    monkeypatch.setattr(ProbedTraining, "optimizer_step", poisoned)
+    monkeypatch.setattr(torch.optim.AdamW, "step", poisoned)
     report = Report()
     measure(wanted(place, tmp_path / "scratch"), report)
-    assert None not in report.facts["losses"]
+    assert len(done) == len(report.facts["losses"]) == 6 and None not in report.facts["losses"]
     assert report.facts["outcome"] == "nan" and "not finite" in report.facts["message"]
     assert not list((tmp_path / "scratch").rglob("*.safetensors"))
 

@@ -17,7 +17,7 @@ from planner.catalog.diffusers_folder import Source
 from planner.catalog.forward_call import FAMILY, ForwardCall
 from planner.catalog.own_inputs import OwnInputs
 from planner.catalog.profiles import ModelProfile
-from planner.commands import cli, record
+from planner.commands import cli
 from planner.commands._shared import own_model
 from planner.layout import recordings
 from planner.tape.codec import tape_json
@@ -26,7 +26,6 @@ from planner.tape.program import Program
 from planner.tape.variants.precision import Precision
 from planner.tape.variants.variant import OptimizerVariant, StepVariant
 from tests.benchmarks.held_out import Case, directly, from_tape
-from tests.trainers.recording.in_process import InProcess
 from trainers.families import family
 from trainers.recording import tapes
 from trainers.recording.any_class.block_lists import block_lists, stand_for_all
@@ -37,6 +36,8 @@ from trainers.recording.any_class.length_sums import Mismatch, mismatches, new_s
 from trainers.recording.any_class.pipeline_source import pipelines_of
 from trainers.recording.recorder import RawAllocation, RawRecording
 from trainers.recording.tapes import leave_out_aligned_copies
+
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 COGVIEW = {
     "_class_name": "CogView4Transformer2DModel",
@@ -108,7 +109,6 @@ def vplan(*words: object) -> Result:
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(user_data.VARIABLE, str(tmp_path / "home"))
-    monkeypatch.setattr(record, "Recorders", InProcess)
 
 
 def wrote(place: Path, config: dict[str, Any]) -> Path:

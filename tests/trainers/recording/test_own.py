@@ -12,15 +12,15 @@ from click.testing import CliRunner, Result
 
 import profiles
 from planner.catalog import diffusers_folder, lookup, user_data
-from planner.commands import cli, record
+from planner.commands import cli
 from planner.commands._shared import own_model
 from planner.errors import VplanError
-from planner.hardware import doctor
 from planner.tape.packs import digest
 from planner.tape.variants.variant import OLDER
-from tests.trainers.recording.in_process import InProcess
-from trainers.recording import op_table
+from tests.planner.drivers import Computer
 from trainers.recording.own import Derived, complete, derive
+
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 LORA = "step-lora-half-fp32-autocast-full-one"
 ADAMW = "optimizer-lora-fp32-adamw-foreach"
@@ -57,7 +57,6 @@ def answer(*words: object, code: int = 0) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(user_data.VARIABLE, str(tmp_path / "home"))
-    monkeypatch.setattr(record, "Recorders", InProcess)
     return tmp_path / "home"
 
 
@@ -149,12 +148,11 @@ def test_a_copy_of_a_bundled_model_records_the_bundled_tape(tmp_path: Path, own_
         assert digest(ours) == digest(profiles.TAPES / name / f"{variant}.json.gz")
 
 
-def test_an_operator_nobody_compared_with_cuda_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_table, "CLASSIFIED", op_table.CLASSIFIED - {"aten._foreach_addcdiv_"})
-    place = wrote(tmp_path / "mine", "transformer", published("wan2.1-t2v-1.3b", **SMALL))
-    done = vplan("record", place, "--variant", ADAMW)
-    assert done.exit_code == 0
-    assert "so less certain: aten._foreach_addcdiv_\n" in done.stdout
+def test_an_operator_nobody_compared_with_cuda_is_named(tmp_path: Path) -> None:
+    place = wrote(tmp_path / "mine", "unet", published("sd1.5", act_fn="mish"))
+    done = vplan("record", place, "--variant", LORA)
+    assert done.exit_code == 0, done.output
+    assert "so less certain: aten.mish, aten.mish_backward\n" in done.stdout
 
 
 def test_another_folder_of_the_same_name_needs_a_name(tmp_path: Path) -> None:
@@ -197,8 +195,8 @@ def test_a_table_of_positions_that_is_too_short_is_named(tmp_path: Path, own_hom
     assert user_data.model_names() == ()
 
 
-def test_under_an_older_torch_its_steps_are_recorded_first_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "torch_release", lambda: "2.11")
+def test_under_an_older_torch_its_steps_are_recorded_first_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Computer(monkeypatch, tmp_path / "computer").has_packages(torch="2.11.0")
     names = list(own_model.first_variants(lookup.model("wan2.1-t2v-1.3b")))
     assert len(names) == len(set(names)) == 28
     assert sum(name.endswith(OLDER) for name in names) == 12

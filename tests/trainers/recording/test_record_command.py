@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ from planner.spec.job import Machine, Strategy
 from planner.tape.format import Monomial, Section, Tape, Template
 from planner.tape.packs import stored, stored_below
 from planner.tape.variants.trainer_models import OWN_CODE
-from tests.trainers.recording.in_process import InProcess
 from trainers.recording.comparison import first_difference, what_differs
+
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 MODEL = "wan2.1-t2v-1.3b"
 VARIANT = "optimizer-lora-fp32-adamw-fused"
@@ -35,13 +35,6 @@ VARIANT = "optimizer-lora-fp32-adamw-fused"
 
 def run(*words: str) -> Result:
     return CliRunner().invoke(cli, ["record", *words], prog_name="vplan", standalone_mode=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_process() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record, "Recorders", InProcess)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ av = pytest.importorskip("av")
 
 import diffusers  # noqa: E402
 import numpy  # noqa: E402
+from diffusers import AutoencoderKLWan  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from planner.catalog import lookup  # noqa: E402
@@ -150,15 +151,15 @@ def test_a_sample_that_fails_is_told_and_training_goes_on(
     place: runs.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Out of memory in the middle of a round; then a VAE that is gone."""
-    real, calls = validate.sample, []
+    decode, calls = AutoencoderKLWan.decode, []
 
-    def full(*arguments: Any) -> Any:
+    def full(*arguments: Any, **more: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        return real(*arguments)
+        return decode(*arguments, **more)
 
-    monkeypatch.setattr(validate, "sample", full)
+    monkeypatch.setattr(AutoencoderKLWan, "decode", full)
     assert sampled(place, tmp_path / "full")["outcome"] == "ok"
     assert runs.train(place.request(tmp_path / "plain"))["outcome"] == "ok"
     assert runs.losses(tmp_path / "full") == runs.losses(tmp_path / "plain")

@@ -175,6 +175,17 @@ class Family:
             batch["prompt_mask"] = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
         return batch
 
+    def collate_repeating(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """A batch with prompts padded to the longest by repeating their last state; an implementation of `collate` for
+        families whose model has no mask."""
+        longest = max(sample["prompt"].shape[0] for sample in samples)
+        filled = []
+        for sample in samples:
+            prompt = sample["prompt"]  # (T, D)
+            repeated = prompt[-1:].expand(longest - prompt.shape[0], -1)
+            filled.append({**sample, "prompt": torch.cat([prompt, repeated])})
+        return Family.collate(self, filled)
+
     def flow_matching(self, latents: Tensor, *, towards_clip: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Noisy latents, noise levels between 0 and 1, and the velocity to predict (arXiv 2210.02747).
 

@@ -6,30 +6,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from planner.catalog.profiles import ModelProfile
-from trainers.families.common.base import Family, Grid
+from trainers.families.common.base import Grid
+from trainers.families.common.cosmos import CosmosTransformer
 from trainers.families.common.encoding import Encoder, EncoderTurn, pixels, sampled, standardised
-from trainers.families.common.padding_mask import keep_size
 
 STATES = "states"
 """Qwen3's output for the conditioner, which is cached only until the conditioner has run."""
 
 
-class Anima(Family):
+class Anima(CosmosTransformer):
     """Blocks of self-attention and cross-attention to the prompt. The conditioner is frozen, so its output is cached;
     trainers that keep it in the model run it in every step."""
 
     sample_needs = "a modular pipeline, which has no common call"
-
-    def __init__(self, profile: ModelProfile) -> None:
-        super().__init__(profile)
-        sizes = zip(self.config["max_size"], self.config["patch_size"], strict=True)
-        self.longest_side = max(size // patch for size, patch in sizes)  # all axes have one table
-
-    def prepare(self, model: nn.Module) -> None:
-        keep_size()
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         text = grid["B"], grid["T"], self.config["text_embed_dim"]

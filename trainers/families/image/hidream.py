@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainers.families.common.base import Family, Grid
 from trainers.families.common.encoding import CAPTIONS, Encoder, EncoderTurn
 from trainers.families.common.sampling import FamilyPipeline
-from trainers.families.sd3 import encode_clip
+from trainers.families.sd3 import clip_pair, encode_clip
 
 
 class HiDream(Family):
@@ -67,22 +67,8 @@ class HiDream(Family):
         return (EncoderTurn("vae", self.profile.vae.class_name, encode_clip),)
 
     def text_turns(self) -> tuple[EncoderTurn, ...]:
-        kind = "CLIPTextModelWithProjection"
         return (
-            EncoderTurn(
-                "text_encoder",
-                kind,
-                lambda encoder, captions: encode_by_clip(encoder, captions, ""),
-                "tokenizer",
-                at_once=CAPTIONS,
-            ),
-            EncoderTurn(
-                "text_encoder_2",
-                kind,
-                lambda encoder, captions: encode_by_clip(encoder, captions, "_2"),
-                "tokenizer_2",
-                at_once=CAPTIONS,
-            ),
+            *clip_pair(encode_by_clip, ("", "_2")),
             EncoderTurn("text_encoder_3", "T5EncoderModel", encode_by_t5, "tokenizer_3", at_once=CAPTIONS),
             EncoderTurn("text_encoder_4", "LlamaForCausalLM", encode_by_llama, "tokenizer_4"),
         )

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from planner.catalog.profiles import ModelProfile
-from trainers.families.common.base import Family, Grid
+from trainers.families.common.base import Grid
+from trainers.families.common.cosmos import CosmosTransformer
 from trainers.families.common.encoding import Encoder, EncoderTurn, likeliest, pixels, standardised
-from trainers.families.common.padding_mask import keep_size
 
 GIVEN_TIMESTEP = 0.0001
 """Noise level passed to the model for given frames (``--conditional_frame_timestep``; nvidia-cosmos/cosmos-predict2
@@ -21,7 +20,7 @@ cosmos_predict2/configs/base/config_video2world.py, ``sigma_conditional``)."""
 T5 = "T5EncoderModel"
 
 
-class CosmosPredict(Family):
+class CosmosPredict(CosmosTransformer):
     """Blocks of self-attention and cross-attention to the prompt, with a timestep for every token. The clip's first
     latent frame is given, and the loss is over the others; the published scripts give two frames in half of the steps,
     which takes the same memory. A clip of one frame is an image generated from text. In Cosmos-Predict2.5 the model
@@ -29,14 +28,6 @@ class CosmosPredict(Family):
 
     fixed: dict[str, int] = {}
     sample_needs = "NVIDIA's guardrail, whose own models are not priced"
-
-    def __init__(self, profile: ModelProfile) -> None:
-        super().__init__(profile)
-        sizes = zip(self.config["max_size"], self.config["patch_size"], strict=True)
-        self.longest_side = max(size // patch for size, patch in sizes)  # all axes have one table
-
-    def prepare(self, model: nn.Module) -> None:
-        keep_size()
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         projected = self.config.get("use_crossattn_projection")

@@ -81,10 +81,7 @@ class Kandinsky5(Family):
         return given, mask
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Prompts are padded to the longest by repeating their last state, because the model has no mask (SimpleTuner
-        ``unpack_text_embeddings_from_cache``)."""
-        longest = max(sample["prompt"].shape[0] for sample in samples)
-        return super().collate([{**sample, "prompt": filled_up(sample["prompt"], longest)} for sample in samples])
+        return self.collate_repeating(samples)  # as SimpleTuner, ``unpack_text_embeddings_from_cache``
 
     def clip_turns(self) -> tuple[EncoderTurn, ...]:
         return (EncoderTurn("vae", self.profile.vae.class_name, self.encode_clip),)
@@ -134,11 +131,6 @@ class Kandinsky5(Family):
         pipe = encoder.pipeline(self.pipeline)
         prompt, _ = pipe._encode_prompt_qwen(cleaned(captions), encoder.device, encoder.tokens)
         return {"prompt": prompt}
-
-
-def filled_up(prompt: Tensor, tokens: int) -> Tensor:
-    """A prompt's states (T, D), padded to ``tokens`` by repeating the last one."""
-    return torch.cat([prompt, prompt[-1:].expand(tokens - prompt.shape[0], -1)])
 
 
 def scaled(encoder: Encoder, clip: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from trainers.families.common import random_draws
 from trainers.families.common.base import Family, Grid
-from trainers.families.video.kandinsky_5 import filled_up
 
 VIDEO, TEXT, SOUND = 0, 1, 2
 """Tags of a sequence's tokens, on which the blocks' modulation depends (modular_pipeline.py, ``MINIMAX_H3_*_TAG``)."""
@@ -113,9 +112,7 @@ class MiniMaxH3(Family):
         return torch.cat([words, heard, clip])
 
     def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Prompts are padded to the longest by repeating their last state, because the model has no mask."""
-        longest = max(sample["prompt"].shape[0] for sample in samples)
-        return super().collate([{**sample, "prompt": filled_up(sample["prompt"], longest)} for sample in samples])
+        return self.collate_repeating(samples)
 
     def prediction(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """The predictions: (clip, sound)."""

@@ -26,7 +26,7 @@ MEAN_WORST = ("mean_abs_pct", "max_abs_pct")
 
 def print_accuracy(
     console: Console,
-    found: dict[str, Any],
+    answer: dict[str, Any],
     compared: Sequence[Comparison],
     rehearsed: Sequence[Comparison],
     *,
@@ -37,13 +37,13 @@ def print_accuracy(
     line with ``each_rehearsed``. ``learned``: whether estimates learned from any."""
     if compared or not rehearsed:
         print_rows(console, compared)
-        print_summary(console, compared, found["summary"])
-        _print_published_rehearsals(console, found["published_rehearsals"])
-    _print_halves(console, found["halves"])
+        print_summary(console, compared, answer["summary"])
+        _print_published_rehearsals(console, answer["published_rehearsals"])
+    _print_halves(console, answer["halves"])
     if learned:
-        _print_learned(console, found["learned"])
+        _print_learned(console, answer["learned"])
     if rehearsed:
-        _print_rehearsed(console, rehearsed, found["rehearsed"], each=each_rehearsed)
+        _print_rehearsed(console, rehearsed, answer["rehearsed"], each=each_rehearsed)
 
 
 def print_rows(console: Console, compared: Sequence[Comparison]) -> None:
@@ -92,8 +92,8 @@ def print_summary(console: Console, compared: Sequence[Comparison], summary: dic
     heads = ("implementation", "of", ">n", ">median", ">mean", ">max")
     console.print(table(heads, _summary_rows(compared, summary)), "")
     verdict = summary["verdict"]
-    said = f"{verdict['under']} said to fit but ran out, {verdict['false_refusal']} said not to fit but ran"
-    console.print(f"verdicts of {verdict['n']} runs: {said}")
+    wrong = f"{verdict['under']} said to fit but ran out, {verdict['false_refusal']} said not to fit but ran"
+    console.print(f"verdicts of {verdict['n']} runs: {wrong}")
     for of, key in (("peaks", "coverage"), ("peaks with validation", "coverage_with_validation")):
         covered = summary[key]
         if covered["n"]:
@@ -104,11 +104,11 @@ def print_summary(console: Console, compared: Sequence[Comparison], summary: dic
 def _summary_rows(compared: Sequence[Comparison], summary: dict[str, Any]) -> list[list[str]]:
     """For each implementation, every counter, then every family of models."""
     rows = []
-    for name, found in summary["by_implementation"].items():
+    for name, numbers in summary["by_implementation"].items():
         entries = [entry for entry in compared if entry.row.implementation == name]
-        spreads = {SHORT.get(counter, counter): found[counter] for counter in (*PEAKS, *APART) if counter in found}
+        spreads = {SHORT.get(counter, counter): numbers[counter] for counter in (*PEAKS, *APART) if counter in numbers}
         alone = summary["measured_peaks"]["by_implementation"].get(name, {})
-        spreads |= {f"{counter}, peaks alone": alone[counter] for counter in PEAKS if _fewer(alone, found, counter)}
+        spreads |= {f"{counter}, peaks alone": alone[counter] for counter in PEAKS if _fewer(alone, numbers, counter)}
         spreads |= {f"{family} models": spread for family, spread in by_family(entries).items()}
         for of, spread in spreads.items():
             if spread["n"]:
@@ -136,25 +136,26 @@ def _print_unsupported(console: Console, compared: Sequence[Comparison]) -> None
         console.print("")
 
 
-def _print_published_rehearsals(console: Console, found: dict[str, Any]) -> None:
+def _print_published_rehearsals(console: Console, summary: dict[str, Any]) -> None:
     """Prints how far predictions and published numbers are from rehearsals of the same published runs."""
-    if not found["n"]:
+    if not summary["n"]:
         return
+    errors = {side: summary[side] for side in ("predicted", "printed")}
     sides = ", ".join(
-        f"{side} {found[side]['median_abs_pct']:.1f} % off the rehearsal ({found[side]['max_abs_pct']:.1f} at worst)"
-        for side in ("predicted", "printed")
+        f"{side} {error['median_abs_pct']:.1f} % off the rehearsal ({error['max_abs_pct']:.1f} at worst)"
+        for side, error in errors.items()
     )
-    line = f"{found['n']} of {found['of']} published numbers rehearsed with their trainer's own code: {sides}"
+    line = f"{summary['n']} of {summary['of']} published numbers rehearsed with their trainer's own code: {sides}"
     console.print(line, markup=False, soft_wrap=True)
-    for left in found["not_rehearsed"]:
-        console.print(f"  not rehearsed, {len(left['rows'])}: {left['why']}", markup=False, soft_wrap=True)
+    for group in summary["not_rehearsed"]:
+        console.print(f"  not rehearsed, {len(group['rows'])}: {group['why']}", markup=False, soft_wrap=True)
 
 
-def _print_halves(console: Console, found: dict[str, Any]) -> None:
+def _print_halves(console: Console, halves: dict[str, Any]) -> None:
     """Prints our own rows half by half; without any, says so."""
-    if "measured" not in found:
+    if "measured" not in halves:
         console.print(NONE, markup=False, soft_wrap=True)
-    for taken, parts in found.items():
+    for kind, parts in halves.items():
         console.print("")
         heads = [head for _, name in HALVES for head in (f">{name} n", ">mean", ">worst")]
         rows = []
@@ -162,7 +163,7 @@ def _print_halves(console: Console, found: dict[str, Any]) -> None:
             spreads = [parts[half][key] for half, _ in HALVES]
             if any(spread["n"] for spread in spreads):
                 rows.append([name, *(cell for spread in spreads for cell in _spread_cells(spread))])
-        console.print(TAKEN[taken], style="bold", markup=False)
+        console.print(TAKEN[kind], style="bold", markup=False)
         console.print(table(("error of", *heads), rows))
         for half, name in (*HALVES, BOTH):
             console.print(verdicts(name, parts[half]), markup=False, soft_wrap=True)
@@ -172,30 +173,30 @@ def _spread_cells(spread: dict[str, Any]) -> list[str]:
     return [str(spread["n"]), *("-" if (value := spread[name]) is None else f"{value:.2f} %" for name in MEAN_WORST)]
 
 
-def _print_learned(console: Console, found: dict[str, Any]) -> None:
+def _print_learned(console: Console, summaries: dict[str, Any]) -> None:
     """Prints what learning changes, one counter per line."""
     console.print("")
     rows = []
     for counter in PEAKS:
-        sides = [found[side][counter] for side in ("before", "after")]
+        sides = [summaries[side][counter] for side in ("before", "after")]
         if sides[0]["n"]:
             rows.append([counter, str(sides[0]["n"]), *(f"{side['mean_abs_pct']:.2f} %" for side in sides)])
-    widths = [found[side]["coverage"]["median_width_pct"] for side in ("before", "after")]
+    widths = [summaries[side]["coverage"]["median_width_pct"] for side in ("before", "after")]
     if rows and None not in widths:
-        inside = [found[side]["coverage"]["inside_pct"] for side in ("before", "after")]
+        inside = [summaries[side]["coverage"]["inside_pct"] for side in ("before", "after")]
         rows.append(["inside low..high", "", *(f"{share:.0f} %" for share in inside)])
         rows.append(["median width", "", *(f"{width:.1f} %" for width in widths)])
     console.print(table(("our own probes, mean error", ">n", ">recorded", ">learned from the others"), rows))
 
 
-def _print_rehearsed(console: Console, compared: Sequence[Comparison], found: dict[str, Any], *, each: bool) -> None:
+def _print_rehearsed(console: Console, compared: Sequence[Comparison], answer: dict[str, Any], *, each: bool) -> None:
     """Prints the block of rehearsed rows, separate from measured ones."""
     console.print("")
     console.print(REHEARSED_TITLE, style="bold", markup=False)
     if each:
         print_rows(console, compared)
-    print_summary(console, compared, found["summary"])
-    for name, numbers in found["by_grid"].items():
+    print_summary(console, compared, answer["summary"])
+    for name, numbers in answer["by_grid"].items():
         spreads = ", ".join(
             f"{counter} {numbers[counter]['mean_abs_pct']:.2f} % (worst {numbers[counter]['max_abs_pct']:.1f})"
             for counter in ("allocated", "reserved")

@@ -79,8 +79,8 @@ def _check_same(asked: TypedQuestion, plan: Plan, path: Path) -> None:
     fix = "leave it out, or choose another --output"
     if lookup.model(asked.model or "").name != lookup.model(plan.job.model).name:
         raise VplanError(f"{path} trains {plan.job.model}", fix)
-    for record, said in ((plan.job, asked.job), (plan.strategy, asked.strategy), (plan.machine, asked.machine)):
-        for name, value in said.items():
+    for record, typed in ((plan.job, asked.job), (plan.strategy, asked.strategy), (plan.machine, asked.machine)):
+        for name, value in typed.items():
             if name not in ("model", "gpu") and name in asked.typed and getattr(record, name) != value:
                 raise VplanError(f"{path} has {name} {getattr(record, name)}, not {value}", fix)
 

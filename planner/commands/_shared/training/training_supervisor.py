@@ -10,11 +10,12 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from planner.catalog import card_lookup, lookup
+from planner.catalog import lookup
 from planner.commands import USAGE
 from planner.commands._shared.data_options import typed_settings
-from planner.commands._shared.rendering.render import print_plan, used_bar
+from planner.commands._shared.rendering.render import print_plan
 from planner.commands._shared.request import flag_of_samples
+from planner.commands._shared.training import run_end
 from planner.commands._shared.training.pick_plan import PLAN, weights_of
 from planner.commands._shared.training.run_progress import Follower, prepare
 from planner.commands._shared.training.run_report import ReportWriter
@@ -38,7 +39,7 @@ from planner.launch import (
 from planner.launch.fallback import difference, next_plan
 from planner.launch.multinode import Peers
 from planner.launch.resume import Resume
-from planner.launch.stop import STOPPED, first_interrupt_stops
+from planner.launch.stop import first_interrupt_stops
 from planner.preflight import preflight
 from planner.preflight.checks import FAILED
 from planner.spec.plan import RAN_OUT, Plan, read_plan, write_plan
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
     from planner.spec.plan import Estimate
 
-ENTRIES, CACHE, FINAL = "entries.jsonl", "cache", "final"
+ENTRIES, CACHE = "entries.jsonl", "cache"
 VALIDATION = "validation.json"
 ENCODING_FIX = "pass --vae-tiling or --text-encoder-dtype fp8, and run the command again: what is encoded is kept"
 
@@ -201,13 +202,13 @@ class TrainingSupervisor:
         for attempt in itertools.count():
             request = self._request(entries, resume) if first else self._published_request(peers, attempt, entries)
             resume = Path(request.resume) if request.resume else None
-            begun = begun if attempt else _steps_of(resume)
+            begun = begun if attempt else run_end.steps_of(resume)
             if self.options["print_command"]:
                 return self._print_command(request, as_json)
             if peers and first:
                 peers.publish(attempt, request)
             high = estimate.high_bytes if estimate and self.device == "cuda" else None
-            every, done = request.checkpoint_every, _steps_of(resume) or 0
+            every, done = request.checkpoint_every, run_end.steps_of(resume) or 0
             with Follower(output / launch.METRICS, request.steps, every, high, done, follower) as follower:
                 ended = self._run_ranks(attempt, request, peers, follower, page)
             self.notes += follower.warnings
@@ -219,10 +220,10 @@ class TrainingSupervisor:
             resume, _ = checkpoints.newest(output, request.run)
             estimate = None
         if ended.name == "stopped":
-            return self._stopped(ended, as_json)
-        self._raise_unless_ok(ended)
+            return run_end.show_stopped(ended, output, request.steps, self.notes, as_json)
+        run_end.raise_unless_ok(ended, output)
         assert follower is not None
-        return self._finished(request, begun, follower, estimate, as_json)
+        return run_end.show_finished(request, begun, follower, estimate, self.notes, as_json)
 
     def _begin(self, entries: Path) -> Path | None:
         """What the first computer does for all of them before the ranks start; returns the checkpoint to resume
@@ -259,34 +260,6 @@ class TrainingSupervisor:
             if first:
                 page.write()
 
-    def _finished(
-        self,
-        request: launch.RunRequest,
-        begun: int | None,
-        follower: Follower,
-        estimate: Estimate | None,
-        as_json: bool,
-    ) -> int:
-        """Reports a completed run. ``begun``: the step at which it was resumed."""
-        last = follower.last or {}
-        answer = {
-            "output": str(self.output),
-            "weights": str(self.output / FINAL),
-            "checkpoint": str(self.output / checkpoints.FOLDER / checkpoints.folder_name(request.steps)),
-            "steps": request.steps,
-            "training": {name: value for name, value in request.plan.training.to_json().items() if value is not None},
-            "resumed_from": begun,
-            "loss": last.get("loss"),
-            "step_seconds": follower.step_seconds,
-            "peak": follower.peaks or None,
-            "samples": follower.samples,
-            "notes": self.notes,
-        }
-        card = card_lookup.parse_gpus(self.plan.machine.gpu)[1]
-        budget = estimate.budget_bytes if estimate else card.allocatable_bytes
-        show(answer, as_json, lambda console: _render(console, answer, budget))
-        return DONE
-
     def _prepare(self, entries: Path) -> None:
         """Encodes what is not cached yet, and lists it."""
         wanted = self._preparation(entries)
@@ -296,9 +269,9 @@ class TrainingSupervisor:
         prepared, notes = prepare(wanted, self.output)
         self._note(*notes)
         if prepared.name in RAN_OUT:
-            fault = f"{_memory(prepared)} while samples were encoded: {prepared.message}"
+            fault = f"{run_end.which_memory(prepared)} while samples were encoded: {prepared.message}"
             raise VplanError(fault, ENCODING_FIX, prepared.exit_code)
-        self._raise_unless_ok(prepared)
+        run_end.raise_unless_ok(prepared, self.output)
 
     def _converted(self) -> str | None:
         """The folder of the transformer that was passed as a single file."""
@@ -347,82 +320,8 @@ class TrainingSupervisor:
         kept = self.output / PLAN
         kept.replace(next(path for n in range(10**6) if not (path := self.output / f"plan.before-{n}.toml").exists()))
         write_plan(found, kept)
-        self._note(f"warning: {_memory(ended)}; resuming from the last checkpoint with {difference(self.plan, found)}")
+        change = difference(self.plan, found)
+        self._note(f"warning: {run_end.which_memory(ended)}; resuming from the last checkpoint with {change}")
         self.plan = found
         self.estimate, _ = preflight.estimated(found, must=False)
         return True
-
-    def _stopped(self, ended: launch.Outcome, as_json: bool) -> int:
-        """Reports where a run was stopped on request."""
-        newest, _ = checkpoints.newest(self.output, checkpoints.run_id(self.output))
-        assert newest is not None, "it stops after a checkpoint"
-        answer = {
-            "output": str(self.output),
-            "checkpoint": str(newest),
-            "stopped_after": _steps_of(newest),
-            "steps": self.options["steps"],
-            "notes": self.notes,
-        }
-
-        def render(console: Console) -> None:
-            console.print(ended.message, style="bold")
-            console.print(f"checkpoint: {newest}", markup=False, soft_wrap=True)
-            console.print("next: run the same command again: it resumes from there", style="bold")
-
-        show(answer, as_json, render)
-        return STOPPED
-
-    def _raise_unless_ok(self, ended: launch.Outcome) -> None:
-        """Raises one error for the reason the run ended, with the checkpoint to resume from."""
-        if ended.name == "ok":
-            return
-        if ended.name == "refused" and ended.exit_code == 1:  # before any training
-            raise VplanError(ended.message, ended.fix, ended.exit_code)
-        message, fix = ended.message, ended.fix
-        if ended.name in RAN_OUT:
-            message = f"{_memory(ended)}: {message}"
-            fix = "use less memory, e.g. with --gradient-checkpointing full, and run the command again"
-        if ended.name == "nan":
-            fix = "try a lower --learning-rate, and check the data of that step"
-        raise VplanError(f"{message}; {_last(self.output)}", fix, ended.exit_code)
-
-
-def _memory(ended: launch.Outcome) -> str:
-    """Which memory ran out, and at which shape."""
-    shape = ended.shape
-    size = f" at {shape['frames']}x{shape['height']}x{shape['width']}" if shape else ""
-    return f"out of {'GPU' if ended.name == 'oom' else 'host'} memory{size}"
-
-
-def _last(output: Path) -> str:
-    """The checkpoint to resume from, in words."""
-    newest, _ = checkpoints.newest(output, checkpoints.run_id(output))
-    return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
-
-
-def resume_hint(output: Path) -> str:
-    """What a stopped run leaves behind and how to resume it, in words."""
-    return f"{_last(output)}; encoded data is kept, and the same command resumes from there"
-
-
-def _steps_of(checkpoint: Path | None) -> int | None:
-    """The number of steps that a checkpoint has completed."""
-    if checkpoint is None:
-        return None
-    return int(checkpoints.read_manifest(checkpoint)["step"])
-
-
-def _render(console: Console, answer: dict[str, Any], budget: int) -> None:
-    loss, peak = answer["loss"], (answer["peak"] or {}).get("device_bytes")
-    console.print(f"trained to step {answer['steps']}", style="bold green", end="")
-    console.print("" if loss is None else f", loss {loss:.4f}")
-    if peak is not None:
-        console.print(used_bar(console, peak, budget))
-    for name in ("weights", "checkpoint"):
-        console.print(f"{name}: {answer[name]}", markup=False, soft_wrap=True)
-    if answer["samples"]:
-        console.print(f"samples: {len(answer['samples'])} in {Path(answer['samples'][0]).parent}", markup=False)
-    if console.is_terminal:
-        console.print()
-        more = f"to continue, the same with --steps {2 * answer['steps']}"
-        console.print(f"next: {more}", style="bold", markup=False, soft_wrap=True)
