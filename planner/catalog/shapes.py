@@ -109,7 +109,7 @@ def job_for(model: ModelProfile, arguments: Mapping[str, object]) -> Job:
     fields = {name: value for name, value in arguments.items() if value is not None}
     job = Job.read({"references": model.shape.references, **usual, **fields, "model": model.name})
     if job.buckets:
-        largest = max(job.buckets, key=lambda shape: shape.frames * shape.height * shape.width)
+        largest = max(job.buckets, key=lambda shape: shape.pixels)
         job = job.replace(frames=largest.frames, height=largest.height, width=largest.width)
     check_job(model, job)
     return job

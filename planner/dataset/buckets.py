@@ -215,7 +215,7 @@ def _best(clip: Clip, usable: int, of_plan: Sequence[Bucket]) -> Bucket:
 
     def worth(shape: Bucket) -> tuple[float, float, int]:
         share = kept_picture(clip.height, clip.width, shape) * shape.frames / usable
-        return share, min(1.0, 1 / _enlarged(clip, shape)), shape.frames * shape.height * shape.width
+        return share, min(1.0, 1 / _enlarged(clip, shape)), shape.pixels
 
     return max(shapes, key=worth)
 

@@ -44,7 +44,7 @@ def propose(
         for (height, width), _ in sizes.most_common(MOST_ASPECTS)
     ]
     shapes += [shapes[0].replace(frames=min(lengths))] if min(lengths) < min(shape.frames for shape in shapes) else []
-    return tuple(sorted(_cover(kinds, shapes), key=_volume, reverse=True))
+    return tuple(sorted(_cover(kinds, shapes), key=lambda shape: shape.pixels, reverse=True))
 
 
 def _cover(kinds: Counter[tuple[int, int, int]], shapes: Iterable[Bucket]) -> list[Bucket]:
@@ -57,14 +57,14 @@ def _cover(kinds: Counter[tuple[int, int, int]], shapes: Iterable[Bucket]) -> li
         return sum(max(0.0, kept[shape][kind] - best[kind]) * count for kind, count in kinds.items())
 
     while len(chosen) < MOST:
-        further = max(kept, key=lambda shape: (gain(shape), _volume(shape)))
+        further = max(kept, key=lambda shape: (gain(shape), shape.pixels))
         adds = gain(further)
         first = any(not best[kind] and kept[further][kind] for kind in kinds)  # takes clips that no chosen shape does
         if adds < WORTH * kinds.total() and not first:
             short = [kind for kind in kinds if not best[kind] and any(kept[shape][kind] for shape in kept)]
             if not short:
                 break
-            further = max(kept, key=lambda shape: (kept[shape][short[0]], _volume(shape)))
+            further = max(kept, key=lambda shape: (kept[shape][short[0]], shape.pixels))
         chosen.append(further)
         best = {kind: max(share, kept[further][kind]) for kind, share in best.items()}
     return chosen
@@ -104,7 +104,3 @@ def _size(height: int, width: int, model: ModelProfile, pixels: int) -> tuple[in
     while high * wide * multiple**2 > max(pixels, multiple**2) and max(high, wide) > 1:
         high, wide = (high - 1, wide) if high >= wide else (high, wide - 1)
     return high * multiple, wide * multiple
-
-
-def _volume(shape: Bucket) -> int:
-    return shape.frames * shape.height * shape.width

@@ -155,12 +155,8 @@ def whole_job(
         "samples": JobPart(rounds, made.times(rounds)),
         "checkpoints": JobPart(saves, usual.times(saves)),
     }
-    unknown = per_sample[max(runs, key=_size)] if length.data is None else None
+    unknown = per_sample[max(runs, key=lambda shape: shape.pixels)] if length.data is None else None
     return WholeJob(steps, epochs, parts, machine.world, watts, sample_seconds=unknown)
-
-
-def _size(shape: Bucket) -> int:
-    return shape.frames * shape.height * shape.width
 
 
 def _times(steps: int, every: int) -> int:

@@ -51,7 +51,7 @@ class Smaller:
         else:
             shapes = [each for each in job.buckets if self._size(each) <= self.objective.size(value)]
         distinct = tuple(dict.fromkeys(shapes))
-        largest = max(distinct, key=lambda each: each.frames * each.height * each.width)
+        largest = max(distinct, key=lambda each: each.pixels)
         own = {name: side for name, side in largest.__dict__.items() if side is not None}
         return job.replace(**own, buckets=distinct if len(distinct) > 1 else ())
 

@@ -263,7 +263,7 @@ def _capped(fields: Fields) -> tuple[Fields, ...]:
 
 def _pixels(shape: Bucket) -> int:
     """Pixels of a whole batch."""
-    return (shape.batch_size or 1) * shape.frames * shape.height * shape.width
+    return (shape.batch_size or 1) * shape.pixels
 
 
 def _share(parts: int, shape: Bucket) -> int:

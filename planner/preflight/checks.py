@@ -153,8 +153,8 @@ def on_data(plan: Plan, sources: Sequence[DataSource], skip_bad: bool) -> tuple[
     except VplanError as error:
         return {}, [Check("data", "error", error.message, error.fix, error.exit_code)]
     shapes = [sample.bucket for sample in dataset.samples]
-    largest = max(shapes, key=lambda shape: shape.frames * shape.height * shape.width)
-    most = max(plan.job.shapes, key=lambda shape: shape.frames * shape.height * shape.width)
+    largest = max(shapes, key=lambda shape: shape.pixels)
+    most = max(plan.job.shapes, key=lambda shape: shape.pixels)
     cache = sum(sample_bytes(profile, plan.job.replace(**_size(shape))) for shape in shapes)
     words = f"{len(shapes)} samples; the largest trains at {largest.words}"
     checks = [Check("data", "ok", words)]

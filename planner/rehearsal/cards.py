@@ -59,7 +59,6 @@ class Holder(NamedTuple):
     """by card: the most that contexts and communicators held, which is estimated"""
     pinned_bytes: int
     """now"""
-    pinned_peak_bytes: int
     unwritten_bytes: int
     """of large copies to ordinary host memory, which were not made"""
     reads: int
@@ -101,7 +100,7 @@ def _holders(table: _Table) -> Iterator[Holder]:
         if row.pid:
             pinned = 0 if row.ended else row.pinned
             counters = (row.unwritten, row.reads, row.launches, row.short_of)
-            yield Holder(row.pid, tuple(row.peak), tuple(row.outside_peak), pinned, row.pinned_peak, *counters)
+            yield Holder(row.pid, tuple(row.peak), tuple(row.outside_peak), pinned, *counters)
 
 
 def card_environment(card: GpuProfile, count: int, nccl_bytes: int) -> Mapping[str, str]:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
@@ -27,6 +26,7 @@ from planner.layout.single_gpu import SWAP_RING_BUFFERS
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Job, Strategy
 from planner.tape.format import CATEGORIES, Growing, Tape, values_of
+from planner.tape.levels import whole_blocks
 from planner.tape.program import Program
 from planner.tape.templates import TemplateColumns, columns_of, in_order, sections_of, target_block
 from planner.tape.variants.recorded_methods import on_recorded_layers
@@ -212,7 +212,7 @@ def walked(tape: Tape, grid: Mapping[str, int], width: int | None, bare: bool = 
     frozen: dict[int, tuple[int, int]] = {}
     for weights in {id(loaded[block]): loaded[block] for block in forward}.values():
         sizes = [nbytes for run, leaf, nbytes in weights if (run, leaf) not in walk.trained]
-        frozen[id(weights)] = sum(sizes), sum(map(_whole, sizes))
+        frozen[id(weights)] = sum(sizes), sum(map(whole_blocks, sizes))
     by_block = [frozen[id(loaded[block])] for block in forward]
     inputs = [sum(part.inputs for part in parts) for parts in backward]
     number = _number_bytes(inputs, grid, width)
@@ -402,7 +402,7 @@ class _Walk:
         values = tape.values(grid)
         assert not tape.growing, "only the chunks of a VAE grow"
         self.sizes = values_of((size for size in tape.sizes if not isinstance(size, Growing)), values)
-        self.whole = list(map(_whole, self.sizes))
+        self.whole = list(map(whole_blocks, self.sizes))
         self.trained: set[tuple[int, str]] = set()
         """(run, name in its block)"""
         self._made: dict[int, Made] = {}
@@ -461,12 +461,8 @@ class _Walk:
             for (category, _, run, _), tensors in frees.columns.named.items():
                 for at, position, leaf in tensors:
                     if position < 0:
-                        changes[at] = -_whole(self._named[category, run, leaf])
+                        changes[at] = -whole_blocks(self._named[category, run, leaf])
             levels = list(itertools.accumulate(changes))
             rise, most = (levels[-1], max(levels)) if levels else (0, 0)
             self._did[id(frees)] = Did(rise, most, -sum(map(changes.__getitem__, frees.inputs)))
         return self._did[id(frees)]
-
-
-def _whole(nbytes: int) -> int:
-    return -(-nbytes // BLOCK_ROUND_BYTES) * BLOCK_ROUND_BYTES

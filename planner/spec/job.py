@@ -65,6 +65,11 @@ class Bucket(Record):
         """As `--buckets` has it: 81x480x832."""
         return f"{self.frames}x{self.height}x{self.width}"
 
+    @property
+    def pixels(self) -> int:
+        """Pixels of all frames of a clip."""
+        return self.frames * self.height * self.width
+
 
 class ValidationShape(Record):
     """The shape of the sample that validation makes during training: frames, height and width in pixels, and whether

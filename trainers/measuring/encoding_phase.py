@@ -63,7 +63,7 @@ def _see(profile: ModelProfile, job: Job, strategy: Strategy, device: torch.devi
     turns = family(profile).clip_turns()
     if not turns:
         return False
-    shape = max(job.shapes, key=lambda shape: shape.frames * shape.height * shape.width)
+    shape = max(job.shapes, key=lambda shape: shape.pixels)
     size = (shape.height, shape.width)
     draw = torch.Generator().manual_seed(SEED)
     clip = torch.randint(COLOURS, (shape.frames, *size, 3), dtype=torch.uint8, generator=draw)

@@ -87,4 +87,4 @@ def _shapes(fields: Fields) -> list[Bucket]:
 
 
 def _numbers(shape: Bucket) -> int:
-    return shape.frames * shape.height * shape.width * (shape.batch_size or 1)
+    return shape.pixels * (shape.batch_size or 1)

@@ -170,7 +170,7 @@ def shape_of(settings: Settings) -> Fields:
         else:
             own = {"batch_size": of_images}
             shapes = [shape.model_copy(update=own) if shape.frames == 1 else shape for shape in shapes]
-    worst = max(shapes, key=lambda candidate: (candidate.frames * candidate.height * candidate.width, candidate.frames))
+    worst = max(shapes, key=lambda candidate: (candidate.pixels, candidate.frames))
     shape = {"frames": worst.frames, "height": worst.height, "width": worst.width, "batch_size": batch}
     return {**shape, "buckets": tuple(shapes) if len(shapes) > 1 else ()}
 
@@ -232,7 +232,7 @@ def write_shape(fields: Fields) -> Settings:
         raise InexpressibleError(UnsupportedValue("buckets", buckets, (), why))
     worst = max(
         buckets,
-        key=lambda candidate: (candidate.frames * candidate.height * candidate.width, candidate.frames),
+        key=lambda candidate: (candidate.pixels, candidate.frames),
         default=None,
     )
     if worst and (worst.frames, worst.height, worst.width) != shape:

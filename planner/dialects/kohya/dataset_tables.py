@@ -44,7 +44,7 @@ def fields_of(shapes: Sequence[Bucket]) -> Fields:
     """The fields of the samples' shapes, of several datasets: as the largest, and buckets where they are not all alike,
     which have a batch of their own where these are not."""
     distinct = tuple(dict.fromkeys(shapes))
-    largest = max(distinct, key=lambda each: (each.frames * each.height * each.width, each.batch_size or 1))
+    largest = max(distinct, key=lambda each: (each.pixels, each.batch_size or 1))
     alike = len({each.batch_size for each in distinct}) == 1
     buckets = tuple(each.replace(batch_size=None) for each in distinct) if alike else distinct
     return {**largest.__dict__, "buckets": buckets if len(distinct) > 1 else ()}

@@ -18,11 +18,13 @@ from planner.foreign.smallest_change import moves_of
 from planner.layout import trainer_terms
 from planner.layout.checkpoints.block_inputs import offloaded_bytes
 from planner.layout.phases import encodings
-from planner.layout.pipeline import lay_out
+from planner.layout.pipeline import lay_out, transforms
 from planner.layout.recordings import load_facts
 from planner.layout.run import Run
-from planner.layout.trainer_terms import kohya_lora
+from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
 from planner.layout.trainer_terms.musubi_tuner import ONE_TIME
+from planner.search.run_cache import RunCache
+from planner.search.screening import allocated_peak
 from planner.units import GIB
 
 COMMAND = """accelerate launch --mixed_precision bf16 src/musubi_tuner/{} --sdpa --gradient_checkpointing \\
@@ -108,13 +110,22 @@ def test_what_its_terms_add_and_take_away_is_freed(script: str, words: str, chec
     assert live == {*live} & {*run.load.ops, *run.leftovers, *run.named("gradient").values()}
 
 
-def test_an_adapter_takes_its_layers_input_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_adapter_takes_its_layers_input_as_it_is(tmp_path: Path) -> None:
     """Of Wan's block, in tokens of bf16: three copies of what q, k and v share are one, attention and its output are
     kept as they come, and nothing is in fp32 for an adapter. Of a model that is not recorded from its own code."""
     case = case_of(tmp_path, "wan_train_network.py", 16, "--task i2v-14B", (9, 480, 832))
-    peak = Pricing(case).outcome(case).estimate.peak.allocated_bytes
-    monkeypatch.setattr(kohya_lora, "_uncast", lambda run, stage: None)
-    casting = Pricing(case).outcome(case).estimate.peak.allocated_bytes
+    facts, where = load_facts(case.configuration, case.model, case.gpu), grid(case.model, case.job)
+    terms = trainer_terms.terms(case.trainer)
+    assert inputs_as_they_are in terms
+    peaks = []
+    for left_out in (None, inputs_as_they_are):
+        run = RunCache().untransformed(case.configuration, facts.trained_by(case.trainer), where).untransformed_copy()
+        run.trainer = case.trainer
+        for transform in transforms(case.trainer):
+            if transform is not left_out:
+                transform(run)
+        peaks.append(allocated_peak(run)[0])
+    peak, casting = peaks
     tokens = 3 * 30 * 52
     assert (casting - peak) / (tokens * 5120 * 2) > 8
 
