@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from planner.tune.worker import Tuning
 
 FAILED = 4
+SIMULATE = "simulate"
+"""The runner whose measurements are of no card."""
 """Exit code: the processes we started failed for a reason other than memory."""
 
 NO_GPU = "tune measures real runs and needs an NVIDIA GPU, but none responds"
@@ -114,7 +116,7 @@ WITHOUT_GPU = (
 @click.option(
     "--runner",
     "runner_name",
-    type=click.Choice(["real", "rehearse", "simulate"]),
+    type=click.Choice(["real", "rehearse", SIMULATE]),
     default="real",
     help="rehearse: use no GPU, but a virtual one, for memory alone; simulate: a simulated machine drawn from --seed.  "
     "[default: real]",
@@ -155,7 +157,7 @@ def command(
         raise VplanError(
             f"the plan is for {asked.trainer}, but tune measures vplan's own training step", 'write trainer = "vplan"'
         )
-    if said["runner_name"] != "simulate":
+    if said["runner_name"] != SIMULATE:
         check_computers(question.machine)
     goal = Goal(chosen_objective(question, prefer))
     screen = Screen(lambda configuration: load_facts(configuration, question.model, question.gpu))
@@ -330,6 +332,8 @@ class _Answer:
         if self.tuning.tuner.basis == "rehearsed":
             proved = "[bold green]proved in rehearsal[/]"
             step = f"{format_seconds(found.step_seconds)} per step (estimated)"
+        if self.tuning.runner.name == SIMULATE:
+            proved = "[bold yellow]simulated, so not proved on any card[/]"
         if seen.device_bytes is None:
             return f"{proved}: {step}; GPU memory was not measured"
         took, estimated, budget = map(gib, (seen.device_bytes, found.peak.device_bytes, found.budget_bytes))
