@@ -3,6 +3,7 @@ offers, and no plan that is exported, has them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from planner.dialects.base.dialect import nearest_fields
 from planner.dialects.base.script import from_file
 from planner.foreign.case import Case, read_case
 from planner.foreign.check import check_case
+from tests.command_line import typed
 
 FLUX = """accelerate launch flux_train_network.py --pretrained_model_name_or_path flux1-dev.safetensors \\
   --network_dim 16 --network_module networks.lora_flux --mixed_precision bf16 --sdpa --resolution 1024 \\
@@ -51,6 +53,14 @@ def test_what_the_trainers_code_refuses_is_said(command: str, flag: str, words: 
     (refused,) = case_of(tmp_path, command).refused
     assert refused.flag == flag
     assert words in refused.why
+
+
+def test_the_command_says_so_first_and_ends_with_5(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(SDXL + "--gradient_checkpointing --full_fp16\n")
+    done = typed("check", str(tmp_path / "a.sh"), "--gpu", "24GB", code=5)
+    assert done.stdout.startswith("does not start: --full_fp16 is refused without --mixed_precision fp16")
+    answer = json.loads(typed("check", str(tmp_path / "a.sh"), "--gpu", "24GB", "--json", code=5).stdout)
+    assert [each["flag"] for each in answer["refused"]] == ["--full_fp16"]
 
 
 def test_a_data_sets_file_may_say_it(tmp_path: Path) -> None:
