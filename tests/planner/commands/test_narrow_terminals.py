@@ -71,3 +71,10 @@ def test_rows_that_nothing_is_said_of_have_no_empty_table() -> None:
     typed("suggest", "sdxl", "--gpu", "12GB", "-o", "plan.toml")
     Path("rows.jsonl").write_text("")
     assert "implementation" not in typed("accuracy", "rows.jsonl").stdout
+
+
+@pytest.mark.parametrize("verb", ["suggest", "train", "check", "record", "demo"])
+def test_help_lists_no_argument_without_a_word(verb: str) -> None:
+    lines = typed(verb, "--help").stdout.splitlines()
+    assert lines[lines.index("Options:") + 1].startswith("  -")
+    assert max(map(len, lines)) <= WIDTH
