@@ -299,7 +299,8 @@ def _render(
     for words in answer["corrections"].values():
         for line in words:
             console.print(line, markup=False)
-    console.print(f"saved to {answer['path']}; `--gpu auto` uses it", markup=False)
+    used = "; `--gpu auto` uses it" if card else ""
+    console.print(f"saved to {answer['path']}{used}", markup=False, soft_wrap=True)
     if answer["shared"] is not None:
         console.print(f"{answer['shared']} measurements written for sharing")
 

@@ -144,7 +144,7 @@ def command(
     answer = found.to_json() | ({"whole_job": whole.to_json()} if whole else {})
     show(answer, as_json, lambda console: print_checked(console, found, whole))
     code = verdict_exit_code(found.outcome.estimate.verdict, strict=strict)
-    return code or (DOES_NOT_START if found.case.given.refused else DONE)
+    return code or (DOES_NOT_START if found.case.refused else DONE)
 
 
 def _whole_job(found: Checked, typed: int | None, prices: tuple[str, ...]) -> WholeJob | None:
@@ -221,9 +221,9 @@ def _refuse_unnamed(script: Script) -> None:
 def print_checked(console: Console, found: Checked, whole: WholeJob | None = None) -> None:
     """Prints the verdict, the peak that decides it, and what to change."""
     case, estimate = found.case, found.outcome.estimate
-    refused = case.given.refused
+    refused = case.refused
     for flag, why in refused:
-        console.print(f"does not start: {flag} is {why}", style="bold red", markup=False)
+        print_lines(console, wrapped(f"does not start: {flag} is {why}", console.width, "  "), "bold red")
     job = in_words(case.model, case.job).removesuffix(", batch 1")
     print_verdict(console, estimate, f"{case.model.title}, {case.job.method}, {job}", case.gpu)
     print_unpriced(console, case, estimate.verdict)

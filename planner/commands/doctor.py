@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from planner.commands._shared.rendering.wrapping import print_lines, wrapped
 from planner.commands._shared.verb import Verb, examples, json_option, show
 from planner.hardware.diagnoses import ERROR, NOTE, WARNING, Finding, findings
 from planner.hardware.doctor import examine
 from planner.schema import JsonObject
-from planner.units import format_gib
+from planner.units import format_gib, plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,13 +35,18 @@ def command(as_json: bool) -> None:
     show(answer, as_json, lambda console: _render(console, facts, found))
 
 
+INDENT = " " * 10
+"""Before what continues a line: as wide as the names."""
+
+
 def _render(console: Console, facts: JsonObject, found: list[Finding]) -> None:
     for name, value in _lines(facts):
-        console.print(f"{name:<9} {value}", markup=False)
+        first, *more = wrapped(value, console.width - len(INDENT))
+        print_lines(console, [f"{name:<9} {first}", *(f"{INDENT}{line}" for line in more)])
     console.print("")
     for finding in found:
-        console.print(f"{finding.level}:", finding.what, style=STYLES[finding.level], markup=False)
-        console.print(f"  fix: {finding.fix}", markup=False)
+        print_lines(console, wrapped(f"{finding.level}: {finding.what}", console.width, "  "), STYLES[finding.level])
+        print_lines(console, wrapped(f"  fix: {finding.fix}", console.width, " " * 4))
     if not found:
         console.print("nothing wrong or missing for training", style="bold green")
 
@@ -73,7 +79,7 @@ def _lines(facts: JsonObject) -> Iterator[tuple[str, str]]:
         yield "variable", f"{name}={value if value.isprintable() else repr(value)}"
     recorded = facts["tapes"]["recorded_with"]
     said = ", ".join(f"{name} {' and '.join(versions)}" for name, versions in recorded.items())
-    own = f"; {facts['tapes']['own_models']} models of your own" if facts["tapes"]["own_models"] else ""
+    own = f"; {plural(facts['tapes']['own_models'], 'model')} of your own" if facts["tapes"]["own_models"] else ""
     yield "tapes", f"recorded with {said}{own}"
 
 

@@ -12,6 +12,7 @@ import click
 from planner.commands import USAGE
 from planner.commands._shared.data_options import data_options, typed_settings
 from planner.commands._shared.rendering.render import print_plan, share_bar
+from planner.commands._shared.rendering.wrapping import print_lines, wrapped
 from planner.commands._shared.verb import DONE, SCHEMA, Verb, examples, json_option, show, table
 from planner.dataset.sources import sources
 from planner.errors import VplanError
@@ -110,10 +111,11 @@ def _render(console: Console, report: PreflightReport, plan: Plan, path: str) ->
         console.print(table(("phase", ">needs GiB", *([">free GiB"] if free else [])), rows))
         console.print("")
     for one in report.checks:
-        console.print(f"{one.level}:", style=STYLES[one.level], end=" ")
-        console.print(f"{one.name}: {one.what}", markup=False)
+        level, *lines = wrapped(f"{one.level}: {one.name}: {one.what}", console.width, "  ")
+        console.print(f"{one.level}:", style=STYLES[one.level], end="")
+        print_lines(console, [level.removeprefix(f"{one.level}:"), *lines])
         if one.fix and one.level in ("warning", "note"):
-            console.print(f"  fix: {one.fix}", markup=False)
+            print_lines(console, wrapped(f"  fix: {one.fix}", console.width, " " * 4))
     if not report.fault and console.is_terminal:
         verb = "report" if plan.job.method == "sample" else "train"
         more = "" if verb == "report" else " --data DIR --output DIR --weights DIR"

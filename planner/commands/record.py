@@ -105,7 +105,9 @@ class RecordedTape(NamedTuple):
 )
 @click.option("--all", "everything", is_flag=True, help="All variants of your own model, not only those needed first.")
 @click.option("--check", is_flag=True, help="Write nothing, name every tape that would change; exit 1 if any.")
-@click.option("--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Number of processes.")
+@click.option(
+    "--jobs", type=click.IntRange(1, 256), metavar="N", default=1, show_default=True, help="Number of processes."
+)
 @click.option("-o", "--output", metavar="FOLDER", help="Folder for the tapes.  [default: vplan's own]")
 @json_option
 def command(
@@ -172,6 +174,9 @@ def command(
 
 def _check_use(models: Sequence[str], folders: list[str], name: str | None, check: bool, output: str | None) -> None:
     if name is not None and (len(models) != 1 or not folders):
+        for model in models:
+            if model.lower() not in lookup.model_names() and not os.path.exists(os.path.expanduser(model)):
+                raise VplanError(f"there is no {quoted(model)}", "pass the folder of your model, or its config.json")
         raise VplanError("--name is for one folder or config.json", "pass the folder of your model", USAGE)
     if folders and check:
         raise VplanError("--check is for recorded models", "pass the model's name instead of its folder", USAGE)
@@ -235,7 +240,8 @@ def _render(console: Console, answer: dict[str, Any], own_models: Sequence[own_m
             console.print(note, markup=False)
     what = "unchanged" if answer["checked"] else "written"
     kilobytes = sum(tape["bytes"] for tape in answer["tapes"]) / 1000
-    console.print(f"tapes {what}: {len(answer['tapes'])}, {kilobytes:.0f} kB in {answer['folder']}", markup=False)
+    where = f"{kilobytes:.0f} kB in {answer['folder']}"
+    console.print(f"tapes {what}: {len(answer['tapes'])}, {where}", markup=False, soft_wrap=True)
     if answer["unclassified"]:
         names = ", ".join(answer["unclassified"])
         console.print(f"not compared with CUDA, so less certain: {names}", markup=False)
@@ -365,7 +371,8 @@ def _with_progress(entries: Iterator[RecordedTape], total: int) -> Iterator[Reco
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
+    errors = console(stderr=True)
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         bar = progress.add_task("", total=total)
         for entry in entries:
             progress.update(bar, advance=1, description=f"{entry.task.model} {entry.task.variant}")

@@ -32,6 +32,7 @@ from planner.commands._shared.gpu_count import (
 from planner.commands._shared.plan_table import PlanTable, whole_job_found
 from planner.commands._shared.rendering import render, render_job, render_rows
 from planner.commands._shared.rendering.render_relaxed import relaxed_lines
+from planner.commands._shared.rendering.wrapping import print_lines, wrapped
 from planner.commands._shared.request import (
     TypedQuestion,
     answer_with_samples,
@@ -287,9 +288,22 @@ def _for_trainer(
         render.print_suggestion(console, question, suggestion, whole)
         for path in written:
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
+        if written and whole and (words := _length_words(plan.trainer, whole.steps)):
+            print_lines(console, wrapped(words, console.width, "  "))
 
     show({**answer, "trainer": target, "files": written}, to.as_json, render_all)
     return verdict_exit_code(suggestion.plan.verdict, strict=to.strict)
+
+
+def _length_words(trainer: str, steps: int) -> str:
+    """How the trainer's files are told the length of the job, which no plan holds; empty where they have no setting."""
+    from planner import dialects
+
+    keys = [name.rpartition(":")[2] for name in dialects.dialect(trainer).steps]
+    if not keys:
+        return ""
+    epochs = "".join(f", without {key}" for key in keys[1:] if key.endswith("epochs"))
+    return f"they train as long as the trainer's example: for {steps} steps set {keys[0]} to {steps}{epochs}"
 
 
 def _counted(

@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 FAILED = 4
 """Exit code: the processes we started failed for a reason other than memory."""
 
+SIMULATE = "simulate"
+"""The runner whose measurements are of no card."""
+
 NO_GPU = "tune measures real runs and needs an NVIDIA GPU, but none responds"
 WITHOUT_GPU = (
     "use `vplan suggest`, which answers by estimate alone, --runner rehearse, which proves a plan on a virtual GPU, or "
@@ -114,7 +117,7 @@ WITHOUT_GPU = (
 @click.option(
     "--runner",
     "runner_name",
-    type=click.Choice(["real", "rehearse", "simulate"]),
+    type=click.Choice(["real", "rehearse", SIMULATE]),
     default="real",
     help="rehearse: use no GPU, but a virtual one, for memory alone; simulate: a simulated machine drawn from --seed.  "
     "[default: real]",
@@ -155,7 +158,7 @@ def command(
         raise VplanError(
             f"the plan is for {asked.trainer}, but tune measures vplan's own training step", 'write trainer = "vplan"'
         )
-    if typed["runner_name"] != "simulate":
+    if typed["runner_name"] != SIMULATE:
         check_computers(question.machine)
     goal = Goal(chosen_objective(question, prefer))
     screen = Screen(lambda configuration: load_facts(configuration, question.model, question.gpu))
@@ -330,6 +333,8 @@ class _Answer:
         if self.tuning.tuner.basis == "rehearsed":
             proved = "[bold green]proved in rehearsal[/]"
             step = f"{format_seconds(estimate.step_seconds)} per step (estimated)"
+        if self.tuning.runner.name == SIMULATE:
+            proved = "[bold yellow]simulated, so not proved on any card[/]"
         if measured.device_bytes is None:
             return f"{proved}: {step}; GPU memory was not measured"
         took, estimated, budget = map(gib, (measured.device_bytes, estimate.peak.device_bytes, estimate.budget_bytes))

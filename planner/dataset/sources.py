@@ -95,7 +95,8 @@ def sources(data: Path, options: Mapping[str, Any]) -> tuple[DataSource, ...]:
         return (DataSource.read({**options, "folder": str(data.absolute())}, "--data"),)
     if data.suffix.lower() != ".toml":
         fix = "pass the folder with your clips, or a dataset.toml: --data DIR|FILE"
-        raise VplanError(f"there is no folder {quoted(str(data))}", fix)
+        fault = f"{quoted(str(data))} is a file" if data.exists() else f"there is no folder {quoted(str(data))}"
+        raise VplanError(fault, fix)
     if options:
         raise VplanError(
             f"{option_of(min(options))} is for a folder, but --data is {quoted(data.name)}", "write it in that file"

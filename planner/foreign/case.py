@@ -58,6 +58,11 @@ class Case:
         return f"{self.dialect.name}@{self.version}" if self.version else self.dialect.name
 
     @property
+    def refused(self) -> tuple[Remark, ...]:
+        """The settings for which the run ends before its first step."""
+        return (*self.given.refused, *self.reading.refused)
+
+    @property
     def unpriced(self) -> tuple[str, ...]:
         """The command's options that are not estimated and may reduce memory below the estimate."""
         return tuple(note.partition(NOT_ESTIMATED)[0] for note in self.notes if note.endswith(NEEDS_LESS))

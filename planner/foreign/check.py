@@ -81,7 +81,7 @@ class Checked:
             "ineffective": [each._asdict() for each in self.ineffective],
             "gone": [each._asdict() for each in case.given.removed],
             "unknown": list(case.given.unknown),
-            "refused": [each._asdict() for each in case.given.refused],
+            "refused": [each._asdict() for each in case.refused],
             "fixes": [_fix_json(fix) for fix in self.fixes],
             "least": _fix_json(self.least) if self.least else None,
             **({"unrecorded": list(self.unrecorded)} if self.unrecorded else {}),

@@ -86,7 +86,10 @@ class Pricing:
         return self.screens[trainer]
 
     def quick_estimate(self, case: Case) -> QuickEstimate | None:
-        """What a case needs, without a replay; None where it contradicts itself, or nothing was recorded of it."""
+        """What a case needs, without a replay; None where it contradicts itself, its trainer refuses it, or nothing
+        was recorded of it."""
+        if case.dialect.clashing(case.fields):
+            return None
         screen = self._screen(case.trainer)
         try:
             configuration = as_read(case).configuration

@@ -181,9 +181,11 @@ def _has_words(case: Case, move: Move) -> bool:
 def fix_of_changes(
     case: Case, base: CheckedEstimate, moves: Sequence[Move], changes: Mapping[str, Any], pricing: Pricing
 ) -> Fix | None:
-    """The fix that moves with these changes make; None if the trainer's script cannot express one of them, or nothing
-    was recorded for the result."""
+    """The fix that moves with these changes make; None if the trainer's script cannot express one of them, refuses them
+    together, or nothing was recorded for the result."""
     other = case.changed(changes)
+    if case.dialect.clashing(other.fields):
+        return None
     try:
         words = [tuple(move_words(case, other, move)) for move in moves]
         outcome = pricing.outcome(other)

@@ -1,6 +1,7 @@
 """The files of `vplan demo`: a tiny model and three clips, written by `trainers/demo.py` in a separate process."""
 
 # No `from __future__ import annotations` here: pydantic would compile every field's annotation again at each start.
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def write(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise VplanError(f"{quoted(folder.name)} is not empty", "name a new folder, as in vplan demo demo")
+            fix = f"name another, as in vplan demo {shlex.quote(f'{folder.name}-2')}"
+            raise VplanError(f"{quoted(folder.name)} is not empty", fix)
     except OSError as error:
         raise VplanError(f"cannot make {quoted(str(folder))}: {error.strerror}", "name another folder") from None
     with tempfile.TemporaryDirectory(prefix="vplan-demo-") as place:

@@ -111,6 +111,8 @@ def test_calibrating_at_a_tiny_size(tmp_path: Path) -> None:
     assert set(answer["calibration"]["kernels"]) == {"matmul", "attention", "convolution", "norm"}
     assert json.loads(Path(answer["path"]).read_text()) == answer["calibration"]
     assert list(tmp_path.glob("vplan-calibrate-*")) == []
+    said = run(tmp_path, "calibrate", "--device", "cpu", "--no-probes").stdout
+    assert "saved to " in said and "--gpu auto" not in said  # which is never the CPU
 
 
 def test_an_end_by_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:

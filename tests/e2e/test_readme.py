@@ -10,7 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+
+from planner.commands import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("suggest.md", "other-trainers.md"))]
@@ -31,6 +34,16 @@ def printed(command: str) -> str:
 @pytest.mark.parametrize(("command", "shown"), [block for page in PAGES for block in BLOCK.findall(page.read_text())])
 def test_output_in_the_pages(command: str, shown: str) -> None:
     assert printed(command) == shown
+
+
+def test_it_names_the_verbs_that_have_no_json() -> None:
+    context = click.Context(cli)
+    verbs = {name: cli.get_command(context, name) for name in cli.list_commands(context)}
+    without = [name for name, verb in verbs.items() if verb and not any("--json" in each.opts for each in verb.params)]
+    for page in ("README.md", "docs/commands.md"):
+        text = (ROOT / page).read_text()
+        (said,) = re.findall(r"All (?:commands )?but (.*?) take `--json`", text)
+        assert re.findall(r"`(\w+)`", said) == without
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def derive(source: Source, name: str) -> Derived:
 
 def _lent(from_folder: list[str]) -> list[str]:
     parts = [part for part in ("VAE", "text encoders") if part not in from_folder]
-    return [*parts, "clip rules", "LoRA layers", "training law"]
+    return [*parts, "clip rules", "LoRA layers", "training objective"]
 
 
 def complete(class_name: str, config: Config, where: str) -> Config:

@@ -214,9 +214,9 @@ def _prices(texts: Sequence[str], gpus: Sequence[str]) -> dict[str, float]:
         except ValueError:
             price = math.nan
         if not 0 <= price < math.inf or (equals and not card):
-            raise VplanError(f"--price {quoted(text)} is not a price", "write one as 2.5, or 24GB=0.4", USAGE)
+            raise VplanError(f"--price {quoted(text)} is not a price", "write one as 2.5, or 24GB=0.4")
         if card and card not in gpus:
-            raise VplanError(f"--price {quoted(text)} is of no card in this answer", f"use {', '.join(gpus)}", USAGE)
+            raise VplanError(f"--price {quoted(text)} is of no card in this answer", f"use {', '.join(gpus)}")
         if card in prices:
             raise VplanError(f"two prices {'of ' + card if card else 'for every card'}", "leave one of them out", USAGE)
         prices[card] = price

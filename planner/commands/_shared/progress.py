@@ -35,8 +35,6 @@ class Progress:
             self._console.print(self._study, style="dim", soft_wrap=True)
 
     def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
         return self
 
     def __exit__(
@@ -45,7 +43,10 @@ class Progress:
         if self._live:
             if self._tuning is not None:
                 self.show(self._tuning, "")  # with what the last probe came to
-            self._live.stop()
+            if self._live.is_started:
+                self._live.stop()
+            else:  # of a study that has ended already, nothing was shown
+                self._console.print(self._study, style="dim", soft_wrap=True)
 
     def show(self, tuning: Tuning, now: str) -> None:
         """Shows the probes so far and, as `now`, the current activity (empty at the end)."""
@@ -53,6 +54,7 @@ class Progress:
         rows = [_cells(tuning, number, trial) for number, trial in enumerate(tuning.study.trials(), start=1)]
         if self._live:
             beneath = [f"now: {now}"] if now else []
+            self._live.start()  # not before there is something to show: it ends what it shows with a line
             self._live.update(_page(self._console, rows, tuning, [*beneath, self._study]), refresh=True)
             return
         for number, cells in enumerate(rows, start=1):

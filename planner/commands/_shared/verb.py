@@ -101,7 +101,7 @@ class Verb(click.Command):
                     formatter.write_text(f"{len(parameters)} options ({some}, ...): see --help-all")
                     continue
                 rows = (parameter.get_help_record(ctx) for parameter in parameters)
-                formatter.write_dl([row for row in rows if row])
+                formatter.write_dl([row for row in rows if row and row[1]])  # an argument is told of in the usage line
 
 
 def _section(parameter: click.Parameter) -> str:

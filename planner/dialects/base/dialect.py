@@ -83,6 +83,19 @@ class Move:
 
 
 @dataclass(frozen=True)
+class Clash:
+    """Two settings that a trainer refuses together: its own code ends the run before the first step."""
+
+    when: Callable[[Fields], bool]
+    field: str
+    """of the one that is given up"""
+    instead: Any
+    flag: str
+    why: str
+    """behind "FLAG is", with the source"""
+
+
+@dataclass(frozen=True)
 class Invocation:
     """What a trainer was started with: its settings, and the flags that it does not know."""
 
@@ -111,6 +124,8 @@ class Translation:
     ineffective: tuple[Remark, ...] = ()
     version: str = ""
     """of the trainer's memory terms, where a setting decides which apply and no field says it"""
+    refused: tuple[Remark, ...] = ()
+    """settings that the trainer's own code ends the run for before the first step, each with why"""
 
 
 @dataclass(frozen=True)
@@ -133,6 +148,10 @@ class Dialect:
     """what it does without being asked, with the source"""
     moves: tuple[Move, ...] = ()
     """what saves memory, the cheapest first"""
+    clashes: tuple[Clash, ...] = ()
+    """fields that it refuses together, which are neither written nor part of a fix"""
+    stops: Callable[[Settings], Iterable[Remark]] = field(default=lambda settings: ())
+    """settings, given or missing, that its own code ends the run for before the first step, and why"""
     version: Callable[[Settings, Fields], str] = field(default=lambda settings, fields: "")
     """which of the trainer's terms `BY_VERSION` these settings mean; empty: those of what is written"""
     user_loop: bool = False
@@ -168,6 +187,10 @@ class Dialect:
         adapter.append(Fixed("lokr_factor", Job.model_fields["lokr_factor"].get_default(), OWN_ADAPTERS))
         rest = (Fixed(field, Strategy.model_fields[field].get_default()) for field in unbound)
         return (*self.table, *adapter, *rest)
+
+    def clashing(self, fields: Fields) -> list[Clash]:
+        """What the trainer refuses of these fields."""
+        return [each for each in self.clashes if each.when(fields)]
 
     def optimizer_steps(self, settings: Settings) -> int | None:
         """How many optimizer steps a run has, where its settings say so and not in epochs."""
@@ -207,6 +230,10 @@ def translate(dialect: Dialect, invocation: Invocation) -> Translation:
         notes=(*invocation.notes, *dialect.notes(invocation.settings, fields), *unpriced),
         ineffective=tuple(dialect.remarks(invocation.settings, fields)),
         version=dialect.version(invocation.settings, fields),
+        refused=(
+            *(Remark(each.flag, each.why) for each in dialect.clashing(fields)),
+            *dialect.stops(invocation.settings),
+        ),
     )
 
 
@@ -234,6 +261,10 @@ def settings_for(dialect: Dialect, fields: Fields) -> Settings:
             continue
         assert not settings.keys() & words.keys(), f"two bindings write {settings.keys() & words.keys()}"
         settings |= words
+    unsupported += [
+        UnsupportedValue(each.field, fields[each.field], each.instead, f"{each.flag} is {each.why}")
+        for each in dialect.clashing(fields)
+    ]
     if unsupported:
         raise InexpressibleError(*unsupported)
     return settings

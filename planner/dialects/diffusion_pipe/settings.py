@@ -205,13 +205,12 @@ def _spread_of(settings: Settings) -> Fields:
     if settings.get("config:blocks_to_swap") and with_all_blocks:
         fault = "disable_block_swap_for_eval has all blocks on the GPU while it evaluates, which is not priced"
         raise VplanError(fault, "leave it out, or eval_datasets")
+    blocks = integer(settings.get("config:blocks_to_swap", 0), "blocks_to_swap")
+    if blocks and _method_of(settings)["method"] != "lora":
+        raise VplanError(f"diffusion-pipe refuses blocks_to_swap without an adapter ({AT} train.py)", "leave it out")
     return {
         "sharding": "ddp" if world > 1 else "none",
-        "swap_blocks": block_swap.swapped(
-            "diffusion-pipe",
-            model_of(settings)["model"],
-            integer(settings.get("config:blocks_to_swap", 0), "blocks_to_swap"),
-        ),
+        "swap_blocks": block_swap.swapped("diffusion-pipe", model_of(settings)["model"], blocks),
     }
 
 

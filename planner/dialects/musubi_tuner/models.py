@@ -129,8 +129,5 @@ def write_model(fields: Fields) -> Settings:
         if lookup.model(model).experts == 1:
             return settings
         return settings | {"--dit": f"models/{model}-{experts or 'low'}.safetensors"}
-    if inactive == "cpu" and fields["swap_blocks"]:
-        why = f"--offload_inactive_dit does not go with --blocks_to_swap ({AT} wan_train_network.py)"
-        raise InexpressibleError(UnsupportedValue("inactive_expert", inactive, "gpu", why))
     settings |= {"--dit": f"models/{model}-low.safetensors", "--dit_high_noise": f"models/{model}-high.safetensors"}
     return settings | ({"--offload_inactive_dit": True} if inactive == "cpu" else {})

@@ -23,7 +23,7 @@ from planner.dialects.base.bindings import (
 )
 from planner.dialects.base.commands import parse_program
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, one_of, our_defaults, word_for
-from planner.dialects.base.dialect import Dialect, Invocation, Move
+from planner.dialects.base.dialect import Clash, Dialect, Invocation, Move
 from planner.dialects.base.launchers import launch_settings, several_gpus
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer
@@ -385,10 +385,28 @@ def remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     """The given settings that have no effect, each with the reason."""
     if settings.get("--gradient_checkpointing_cpu_offload") and not settings.get("--gradient_checkpointing"):
         yield Remark("--gradient_checkpointing_cpu_offload", "it acts with --gradient_checkpointing only")
-    if settings.get("--fp8_scaled") and not settings.get("--fp8_base"):
-        yield Remark("--fp8_scaled", f"it needs --fp8_base, and is refused without ({AT})")
     if settings.get("--ddp_gradient_as_bucket_view") and fields["sharding"] != "ddp":
         yield Remark("--ddp_gradient_as_bucket_view", "one GPU has no buckets")
+
+
+def stops(settings: Settings) -> Iterator[Remark]:
+    """What it ends the run for before the first step (training/trainer_base.py): the flag, and why."""
+    if settings.get("--fp8_scaled") and not settings.get("--fp8_base"):
+        yield Remark("--fp8_scaled", f"refused without --fp8_base ({AT} training/trainer_base.py)")
+    if not any(settings.get(word) for word in ATTENTION):
+        others = f"{', '.join(ATTENTION[1:-1])} or {ATTENTION[-1]}"
+        yield Remark(ATTENTION[0], f"missing, and so is {others}: estimated with it ({AT} training/trainer_base.py)")
+
+
+CLASHES = (
+    Clash(
+        lambda fields: fields["inactive_expert"] == "cpu" and bool(fields["swap_blocks"]),
+        "inactive_expert",
+        "gpu",
+        "--offload_inactive_dit",
+        f"refused with --blocks_to_swap ({AT} wan_train_network.py)",
+    ),
+)
 
 
 def notes(settings: Settings, fields: Fields) -> Iterator[str]:
@@ -411,8 +429,6 @@ def notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "samples are estimated as large as the clips: the file of --sample_prompts may say otherwise"
     if family_of(fields["model"]) == UNUSABLE_FP8 and fields["text_encoder_dtype"] == "fp8":
         yield f"--fp8_t5 ends in an AttributeError, as there is no torch.float8e4m3fn ({AT}): leave it out"
-    if not any(settings.get(word) for word in ATTENTION):
-        yield "no attention backend is set, without which it exits at once: estimated as with --sdpa"
     yield from unpriced_settings.notes(settings, fields)
     yield from datasets.notes(settings, fields)
     if dataset_key(settings, "frame_extraction") == "full":
@@ -441,6 +457,11 @@ MOVES = (
         {"swap_blocks": 8},
         "slower, and host RAM for the blocks",
         by_fields=block_swap.steps("musubi-tuner", (8, 16, 20, 26, 32, 36, 39)),
+    ),
+    Move(
+        {"inactive_expert": "gpu"},
+        "swapped blocks leave the GPU in both experts",
+        when=lambda fields: fields["inactive_expert"] == "cpu",
     ),
     Move({"gradient_checkpointing": "offload"}, "slower, and host RAM for the checkpoints"),
     Move(
@@ -474,6 +495,8 @@ DIALECT: Dialect = Dialect(
     remarks=remarks,
     notes=notes,
     moves=MOVES,
+    clashes=CLASHES,
+    stops=stops,
     version=_version,
     files=_files,
 )

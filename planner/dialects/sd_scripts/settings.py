@@ -40,6 +40,7 @@ from planner.dialects.sd_scripts.common import (
 )
 from planner.dialects.sd_scripts.engine import AT, FULL, LORA, blocks_to_swap, engine, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
+from planner.dialects.sd_scripts.refusals import SWAPS_OR_OFFLOADS, stops
 from planner.dialects.sd_scripts.shared_bindings import (
     ACCUMULATION,
     BUCKETS,
@@ -169,10 +170,13 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
         )
     if settings.get("--xformers"):
         yield Remark("--xformers", "FLUX has no xformers path here: its attention is torch's sdpa either way")
-    if fields["swap_blocks"] and fields["gradient_checkpointing"] == "offload":
-        yield Remark("--cpu_offload_checkpointing", "it is refused together with --blocks_to_swap")
     if settings.get("--vae_batch_size") and not settings.get("--cache_latents"):
         yield Remark("--vae_batch_size", "it is for caching latents, and --cache_latents is not given")
+
+
+def _refuses_swap(fields: Fields) -> bool:
+    """Lumina's script has no such assertion."""
+    return fields["model"] != BY_TYPE[LUMINA] and SWAPS_OR_OFFLOADS.when(fields)
 
 
 TRAINED_TOO = {"flux.1-dev": "CLIP-L, which stays on the GPU for them,", "lumina-image-2.0": "Gemma 2"}
@@ -300,6 +304,8 @@ DIALECT = Dialect(
     remarks=_remarks,
     notes=_notes,
     version=_version,
+    clashes=(replace(SWAPS_OR_OFFLOADS, when=_refuses_swap),),
+    stops=stops,
     moves=(
         Move({"expandable_segments": True}, "free"),
         Move({"text_encoder": "cached", "vae": "cached"}, "captions are no longer shuffled or dropped"),

@@ -23,7 +23,7 @@ from planner.dialects.base.bindings import (
     Value,
 )
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults
-from planner.dialects.base.dialect import Dialect, Invocation, Move
+from planner.dialects.base.dialect import Clash, Dialect, Invocation, Move
 from planner.dialects.base.launchers import half_precision
 from planner.dialects.base.script import Script
 from planner.dialects.base.values import integer
@@ -38,6 +38,7 @@ from planner.dialects.sd_scripts.common import (
 )
 from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
+from planner.dialects.sd_scripts.refusals import SWAPS_OR_OFFLOADS, stops
 from planner.dialects.sd_scripts.shared_bindings import (
     ACCUMULATION,
     ATTENTION_MODE,
@@ -123,8 +124,6 @@ def _write_checkpointing(fields: Fields) -> Settings:
     kind = fields["gradient_checkpointing"]
     if kind not in words:
         raise InexpressibleError(UnsupportedValue("gradient_checkpointing", kind, "full", f"none, full, or {UNSLOTH}"))
-    if kind == "offload" and fields["swap_blocks"]:
-        raise InexpressibleError(UnsupportedValue("swap_blocks", fields["swap_blocks"], 0, f"not beside {UNSLOTH}"))
     return words[kind]
 
 
@@ -245,6 +244,10 @@ DIALECT = Dialect(
         *our_defaults("adapter_inputs", "nested_checkpointing", "fsdp_replicas"),
     ),
     read_script=read_script,
+    clashes=(
+        Clash(SWAPS_OR_OFFLOADS.when, "swap_blocks", 0, UNSLOTH, f"refused with --blocks_to_swap ({AT} {SCRIPT})"),
+    ),
+    stops=stops,
     remarks=_remarks,
     notes=_notes,
     moves=(

@@ -35,6 +35,7 @@ from planner.dialects.sd_scripts.common import (
 )
 from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
+from planner.dialects.sd_scripts.refusals import SWAPS_OR_OFFLOADS, stops
 from planner.dialects.sd_scripts.shared_bindings import (
     ACCUMULATION,
     BUCKETS,
@@ -269,6 +270,8 @@ DIALECT = Dialect(
     read_script=read_script,
     remarks=_remarks,
     notes=_notes,
+    clashes=(SWAPS_OR_OFFLOADS,),
+    stops=stops,
     moves=(
         Move({"expandable_segments": True}, "free"),
         Move({"text_encoder": "cached", "vae": "cached"}, "captions are no longer shuffled or dropped"),

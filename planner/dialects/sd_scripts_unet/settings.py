@@ -41,6 +41,7 @@ from planner.dialects.sd_scripts.common import (
 )
 from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
+from planner.dialects.sd_scripts.refusals import stops
 from planner.dialects.sd_scripts.shared_bindings import (
     ACCUMULATION,
     BUCKETS,
@@ -508,6 +509,7 @@ DIALECT = Dialect(
         *our_defaults("nested_checkpointing", "fsdp_replicas"),
     ),
     read_script=read_script,
+    stops=stops,
     remarks=_remarks,
     notes=_notes,
     version=_version,

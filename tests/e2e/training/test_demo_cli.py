@@ -40,7 +40,8 @@ def test_the_demo_of_the_readme_trains_from_zero(tmp_path: Path) -> None:
     answer = json.loads(run([*first, "--json"], tmp_path).stdout)
     assert answer["commands"] == [shlex.join(["vplan", *words]) for words in others]
     for words in others:
-        run(words, tmp_path)
+        done = run(words, tmp_path)
+        assert not (done.stderr + done.stdout).startswith("\n"), words  # no empty line in front of what it says
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < LIMIT_SECONDS
     lines = (tmp_path / "demo/run/metrics.jsonl").read_text().splitlines()
@@ -62,4 +63,5 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
     done = run(["demo", "mine"], tmp_path, code=1)
     assert "mine' is not empty" in done.stderr
+    assert "fix: name another, as in vplan demo mine-2" in done.stderr
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]

@@ -51,6 +51,9 @@ def test_a_search_begins_with_its_best_plan(capsys: pytest.CaptureFixture[str]) 
     shape = ["--frames", "9", "--height", "240", "--width", "352"]
     assert cli.main(["tune", *question, *shape, "--runner", "simulate", "--seed", "4"], standalone_mode=False) == 0
     said = capsys.readouterr()
+    assert cli.main(["tune", *question, *shape, "--runner", "simulate", "--seed", "4"], standalone_mode=False) == 0
+    again = capsys.readouterr()
+    assert re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", again.err).startswith("study cogvideox-2b-lora-")  # and no empty line
     first, *_, last = (frame for frame in frames(said.err) if len(frame) > 2)
     assert first[0] == "no plan proved yet"
     assert re.fullmatch(r"best so far: 0\.\d\d s per step", last[0])
@@ -64,3 +67,4 @@ def test_a_search_begins_with_its_best_plan(capsys: pytest.CaptureFixture[str]) 
     assert used is not None
     bar = next(line for line in answer if "█" in line)
     assert f" {used[1]} of 9.00 GiB" in bar  # what was measured, not what was expected of it
+    assert any(line.startswith("simulated, so not proved on any card") for line in answer)

@@ -61,6 +61,15 @@ def test_images_of_a_video_model_have_their_own_batch(tmp_path: Path) -> None:
     assert read(tmp_path, images, dataset="resolutions = [512]\nframe_buckets = [33]").job["batch_size"] == 1
 
 
+def test_only_an_adapter_trains_with_swapped_blocks(tmp_path: Path) -> None:
+    swap = "activation_checkpointing = true\nblocks_to_swap = 20"
+    assert read(tmp_path, swap).strategy["swap_blocks"] == 20
+    (tmp_path / "config.toml").write_text(CONFIG.format(swap, "").replace('[adapter]\ntype = "lora"\nrank = 32\n', ""))
+    with pytest.raises(VplanError, match="refuses blocks_to_swap without an adapter") as raised:
+        translate(*dialects.read_script(from_file(tmp_path / "config.toml")))
+    assert raised.value.fix == "leave it out"
+
+
 def test_wan_may_encode_in_the_loop(tmp_path: Path) -> None:
     assert read(tmp_path).strategy["text_encoder"] == "cached"
     found = read(tmp_path, model="cache_text_embeddings = false")

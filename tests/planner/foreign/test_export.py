@@ -24,6 +24,7 @@ from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, read_plan, write_plan
 from planner.spec.rules import resolve
+from tests.command_line import typed
 
 JOB = Job(model="wan2.1-t2v-1.3b", frames=17, height=480, width=832)
 
@@ -361,3 +362,12 @@ def test_a_model_that_diffusers_has_no_example_of_is_refused_by_name() -> None:
     asked = plan(optimizer="prodigy")
     with pytest.raises(VplanError, match=r"model 'wan2\.1-t2v"):
         export(asked, "diffusers")
+
+
+def test_files_for_a_job_of_so_many_steps_say_how_to_train_them(tmp_path: Path) -> None:
+    question = ("wan2.1-t2v-1.3b", "--gpu", "24GB", "--frames", "33", "--for", "musubi-tuner")
+    said = typed("suggest", *question, "--steps", "500", "-o", str(tmp_path / "out")).stdout
+    words = "for 500 steps set --max_train_steps to 500, without --max_train_epochs"
+    assert words in " ".join(said.split())
+    assert "--max_train_epochs 16" in (tmp_path / "out" / "train.sh").read_text()
+    assert "for 500 steps" not in typed("suggest", *question, "-o", str(tmp_path / "other")).stdout

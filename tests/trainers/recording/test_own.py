@@ -75,7 +75,7 @@ def test_a_folder_becomes_a_model(tmp_path: Path, own_home: Path) -> None:
     done = answer("record", place, "--variant", LORA)
     (said,) = done["own"]
     assert (said["name"], said["class"], said["lent_by"]) == ("my-wan", "WanTransformer3DModel", "wan2.1-t2v-1.3b")
-    assert said["notes"] == ["of wan2.1-t2v-1.3b: VAE, text encoders, clip rules, LoRA layers, training law"]
+    assert said["notes"] == ["of wan2.1-t2v-1.3b: VAE, text encoders, clip rules, LoRA layers, training objective"]
     assert [entry["variant"] for entry in done["tapes"]] == [LORA]
     assert done["unclassified"] == []
     assert answer("record", "my-wan", "--variant", ADAMW)["tapes"][0]["variant"] == ADAMW  # by its name, as any model
@@ -250,7 +250,10 @@ def test_a_pipeline_tells_its_vae_and_text_encoders(tmp_path: Path) -> None:
     (small,) = found.text_encoders
     assert small.parameters < lender.text_encoders[0].parameters / 3
     assert (small.name, small.max_tokens) == ("umt5-xxl", 512)
-    assert notes == (f"of {lender.name}: clip rules, LoRA layers, training law", "of the folder: VAE, text encoders")
+    assert notes == (
+        f"of {lender.name}: clip rules, LoRA layers, training objective",
+        "of the folder: VAE, text encoders",
+    )
     assert found.experts == 1
     wrote(place, "transformer_2", published(lender.name, **SMALL))
     assert derive(diffusers_folder.read_source(str(place), lookup.diffusers_classes()), "mine").profile.experts == 2

@@ -90,7 +90,8 @@ def print_summary(console: Console, compared: Sequence[Comparison], summary: dic
     """Prints the summary of the rows, and those that are not supported."""
     _print_unsupported(console, compared)
     heads = ("implementation", "of", ">n", ">median", ">mean", ">max")
-    console.print(table(heads, _summary_rows(compared, summary)), "")
+    if rows := list(_summary_rows(compared, summary)):
+        console.print(table(heads, rows), "")
     verdict = summary["verdict"]
     wrong = f"{verdict['under']} said to fit but ran out, {verdict['false_refusal']} said not to fit but ran"
     console.print(f"verdicts of {verdict['n']} runs: {wrong}")

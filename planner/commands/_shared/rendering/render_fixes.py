@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from planner.commands._shared.rendering.verdict_words import VERDICTS
+from planner.commands._shared.rendering.wrapping import INDENT, print_lines, wrapped
 from planner.units import GIB, format_gib, format_seconds, gib
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def print_fixes(console: Console, before: Estimate, fixes: Iterable[Fix], mark: 
         heading = f"smallest change{mark}:" if at == 0 else "or:"
         console.print(heading, style="bold", markup=False)
         _print_change(console, fix)
-        console.print(f"    {_effect(before, fix)}", markup=False)
+        print_lines(console, wrapped(f"    {_effect(before, fix)}", console.width, " " * 4))
 
 
 def fix_lines(before: Estimate, fixes: Iterable[Fix]) -> list[tuple[str, str]]:
@@ -42,7 +43,7 @@ def _print_change(console: Console, fix: Fix) -> None:
     for line in dict.fromkeys(line for part in fix.change for line in part.splitlines()):
         console.print(f"  {line}", markup=False, soft_wrap=True)
         if line in costs:
-            console.print(f"      {costs[line]}", style="dim", markup=False)
+            print_lines(console, wrapped(f"{INDENT}{costs[line]}", console.width, INDENT), "dim")
 
 
 def _in_a_line(change: Iterable[str]) -> str:
@@ -52,9 +53,8 @@ def _in_a_line(change: Iterable[str]) -> str:
 def print_helps(console: Console, helps: Iterable[Fix]) -> None:
     """Prints changes that help but are not enough."""
     for fix in helps:
-        console.print(
-            f"helps, but not enough by itself: {_in_a_line(fix.change)} ({fix.cost})", style="dim", markup=False
-        )
+        words = f"helps, but not enough by itself: {_in_a_line(fix.change)} ({fix.cost})"
+        print_lines(console, wrapped(words, console.width, "  "), "dim")
 
 
 def print_unpriced(console: Console, case: Case, verdict: str) -> None:

@@ -59,8 +59,10 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]
     narrow = console.width < NARROW
     data = ("data",) if kind == "models" else ()
     whole = whole_columns(rows, narrow)
-    shape = ">clip" if any(row.plan and row.plan.job.frames > 1 for row in rows) else ">image"
-    shapes = {_shape(row.plan.job) for row in rows if row.plan}
+    plans = [row.plan for row in rows if row.plan]
+    clips = any(plan.job.frames > 1 for plan in plans) if plans else kind == "models" and any(map(_makes_videos, rows))
+    shape = ">clip" if clips else ">image"
+    shapes = {_shape(plan.job) for plan in plans}
     apart = len(shapes) > 1 or not (narrow and whole)
     last = () if narrow else ("with",)
     found = table((name, *([shape] if apart else []), "verdict", ">GiB", ">s/step", *whole, *data, *last), [])

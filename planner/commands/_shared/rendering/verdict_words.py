@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.catalog.card_profiles import GpuProfile
 from planner.spec.job import Machine
 from planner.spec.plan import Estimate
-from planner.units import gib
+from planner.units import format_gib, gib
 
 VERDICTS = {"fits": ("fits", "bold green"), "tight": ("tight", "bold yellow"), "no": ("does not fit", "bold red")}
 AS = ", as "
@@ -28,5 +28,7 @@ def card_words(machine: Machine, card: GpuProfile) -> str:
 
 
 def need_words(found: Estimate) -> str:
-    """The verdict of a plan and what it needs."""
+    """The verdict of a plan and what it needs: host RAM, where that is what it lacks."""
+    if found.verdict == "no" and found.limit == "host":
+        return f"{VERDICTS[found.verdict][0]}, {format_gib(found.host_ram_bytes)} of host RAM"
     return f"{VERDICTS[found.verdict][0]}, {gib(found.peak.device_bytes):.1f} GiB"
