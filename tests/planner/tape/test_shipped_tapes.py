@@ -30,11 +30,6 @@ FURTHER_OFF = {
 }
 """Four samples of 512x512 at seven blocks of a kind, too high by 10 and 22 MB: not explained."""
 
-ROW_MORE = "qwen-image-2.1/", "-many"
-"""Recordings of several samples of Qwen-Image-2.1: a table has a row more than samples, and stays as long as it was
-recorded (docs/accuracy/tapes.md)."""
-ROW_MORE_OFF = 0.011
-
 
 def test_what_was_held_out_is_true_of_the_tapes_that_are_shipped() -> None:
     """Recorded directly at another shape by `tests.benchmarks.held_out_all`; a tape recorded anew is due again."""
@@ -44,8 +39,7 @@ def test_what_was_held_out_is_true_of_the_tapes_that_are_shipped() -> None:
         path = shipped.get("/".join(name.split("/")[:2]))
         if path is not None and digest(path).startswith(row["digest"]):
             spoken_of += 1
-            allowed = ROW_MORE_OFF if all(part in name for part in ROW_MORE) else FURTHER_OFF.get(name, ALLOWED)
-            assert row["tape"] == pytest.approx(row["recorded"], rel=allowed), name
+            assert row["tape"] == pytest.approx(row["recorded"], rel=FURTHER_OFF.get(name, ALLOWED)), name
     assert spoken_of > 200
 
 
