@@ -24,11 +24,6 @@ from profiles import TAPES
 
 LEDGER = Path(__file__).parents[2] / "benchmarks" / "held_out.jsonl"
 ALLOWED = 0.001
-FURTHER_OFF = {
-    "hunyuan-image-2.1/step-lora-nf4-fp32-autocast-full-4/shallow": 0.0013,
-    "hunyuan-image-2.1/step-full-half-autocast-full-4/shallow": 0.0011,
-}
-"""Four samples of 512x512 at seven blocks of a kind, too high by 10 and 22 MB: not explained."""
 
 
 def test_what_was_held_out_is_true_of_the_tapes_that_are_shipped() -> None:
@@ -39,7 +34,7 @@ def test_what_was_held_out_is_true_of_the_tapes_that_are_shipped() -> None:
         path = shipped.get("/".join(name.split("/")[:2]))
         if path is not None and digest(path).startswith(row["digest"]):
             spoken_of += 1
-            assert row["tape"] == pytest.approx(row["recorded"], rel=FURTHER_OFF.get(name, ALLOWED)), name
+            assert row["tape"] == pytest.approx(row["recorded"], rel=ALLOWED), name
     assert spoken_of > 200
 
 
