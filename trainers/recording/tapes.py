@@ -182,11 +182,16 @@ def step_tape(profile: ModelProfile, variant: StepVariant) -> Tape:
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples, short)
     trainer, _, trainer_version = variant.code.partition("@")
     code = check_out(trainer) if trainer else None
-    whole = variant.method == "full" and profile.traits.layer_beside_each_block
-    config = dict(profile.config) if whole else shallow_config(profile)
+    config = dict(profile.config) if recorded_whole(profile, variant) else shallow_config(profile)
     recording = record_step(profile, job, strategy, grid, config, Dispatch.of(variant), code, trainer_version)
     origin = {} if code is None else {f"https://github.com/{code.REPOSITORY}": code.COMMIT}
     return tape_of(profile, variant.name, recording, grid, sums, regime, origin)
+
+
+def recorded_whole(profile: ModelProfile, variant: Variant) -> bool:
+    """Whether a tape is recorded at full depth and holds at no other: a layer beside each block gets a gradient, and is
+    no part of the block."""
+    return isinstance(variant, StepVariant) and variant.method == "full" and profile.traits.layer_beside_each_block
 
 
 def sample_tape(profile: ModelProfile, variant: SampleVariant) -> Tape:
