@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import gc
 import itertools
 import multiprocessing
 import os
@@ -175,13 +174,12 @@ def keep(row: dict[str, Any]) -> None:
 
 
 def hold(due: list[Due], jobs: int, until: datetime.datetime | None) -> None:
-    """Compares tapes in processes that end after some: tapes and what torch remembers of operators fill memory, and
-    every recording's first collection goes through all of it. ``until``: start none after."""
+    """Compares tapes in processes that end after some: tapes and what torch remembers of operators fill memory.
+    ``until``: start none after."""
     left, running = iter(due), set[Future[dict[str, Any]]]()
     os.environ |= SAME_EACH_TIME  # of the processes, as of those that recorded
     context = multiprocessing.get_context("spawn")
-    begin = gc.freeze  # so that a recording's first collection leaves alone what was imported
-    with ProcessPoolExecutor(jobs, context, begin, max_tasks_per_child=TAPES_PER_PROCESS) as pool:
+    with ProcessPoolExecutor(jobs, context, max_tasks_per_child=TAPES_PER_PROCESS) as pool:
         while True:
             while len(running) <= jobs and not _is_past(until) and (entry := next(left, None)):
                 running.add(pool.submit(line, entry))
