@@ -10,7 +10,7 @@ Of each model one tape of every kind and method is held out at full depth, and t
 at seven blocks of each kind (tapes are made from six; a line says how many). Cheap and telling ones first, then 40 of a
 model after each other, which remember its operators. Ends with exit code 1 when an error in the file is over 0.1 %, or
 a tape is not compared.
-Needs vplan[train]; the whole takes some five hours of one core.
+Needs vplan[train]; the whole takes some three hours of one core.
 """
 
 from __future__ import annotations
