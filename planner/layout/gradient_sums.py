@@ -193,5 +193,6 @@ def _grows(size: tuple[Tape, Monomial] | int) -> bool:
     if isinstance(size, int):
         return False
     tape, monomial = size
-    grown = any(power and name not in ("B", "R") for name, power in zip(tape.atoms, monomial.exponents, strict=True))
+    constant = tape.of_batch | {"R"}
+    grown = any(power and name not in constant for name, power in zip(tape.atoms, monomial.exponents, strict=True))
     return grown or any(monomial.inner_exponents)

@@ -300,6 +300,12 @@ class Tape:
         """The indices of those sizes that grow from block to block."""
         return frozenset(index for index, size in enumerate(self.sizes) if isinstance(size, Growing))
 
+    @functools.cached_property
+    def of_batch(self) -> frozenset[str]:
+        """The atoms that count samples and nothing else: the batch, and sums of it."""
+        sums = (name for name, (_, products) in self.sums.items() if set(products) == {"B"})
+        return frozenset({"B", *sums})
+
     def values(self, grid: Mapping[str, int]) -> list[int]:
         """The values of the tape's atoms at a shape; a NotRecordedError for a shape outside the regime."""
         for name, fixed in self.regime.items():

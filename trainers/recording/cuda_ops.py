@@ -392,9 +392,13 @@ def gemm_4bit(args: tuple[Any, ...]) -> list[Workspace]:
     return [copy]
 
 
-ONE_ROW_A_SAMPLE = (1, 2, 3, 4, 1009)
-"""Numbers of rows of products with one row per sample: those of the fused kernel, and the batch of a recording that is
-valid for any batch (`trainers.recording.tapes.PRIMES`)."""
+BATCHES = (1009, 1051)
+"""Batches of recordings that are valid for any batch: the first usually, the next where a length is a sum of the batch,
+which shows in sizes (1052 is 4 * 263; 1010 has no large prime)."""
+
+ONE_ROW_A_SAMPLE = (1, 2, 3, 4, *BATCHES, BATCHES[1] + 1)
+"""Numbers of rows of products with one row per sample, or one more for all: those of the fused kernel, and those of a
+recording that is valid for any batch."""
 
 
 class Rounded(int):

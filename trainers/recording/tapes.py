@@ -22,7 +22,7 @@ from planner.catalog.components import Component, recorded_lengths
 from planner.catalog.profiles import ModelProfile
 from planner.errors import VplanError
 from planner.spec.job import Job, Strategy
-from planner.tape.format import ATOMS, HEAD, TAIL, Tape, derived
+from planner.tape.format import ATOMS, HEAD, TAIL, Sums, Tape, derived
 from planner.tape.parameter_table import FORMAT as PARAMETERS_FORMAT
 from planner.tape.variants.inventory import Variant, step_variants
 from planner.tape.variants.precision import Precision
@@ -31,7 +31,7 @@ from trainers.families import family
 from trainers.recording.block_places import find_runs
 from trainers.recording.components import short_tape, vae_tape
 from trainers.recording.compress import Header, compress
-from trainers.recording.cuda_ops import MASK_ALIGNMENT
+from trainers.recording.cuda_ops import BATCHES, MASK_ALIGNMENT
 from trainers.recording.encoders import text_tape
 from trainers.recording.recorder import RawRecording
 from trainers.recording.recordings import Dispatch, record_optimizer, record_sample, record_step
@@ -41,7 +41,7 @@ from trainers.step import step
 RECORDED_BLOCKS = HEAD + TAIL + 2
 """Blocks to record of each kind: both ends and two middle blocks, which must be identical."""
 
-PRIMES = {"B": 1009, "F": 359, "H": 367, "W": 373, "T": 1021, "R": 1031, "E": 2063}
+PRIMES = {"B": BATCHES[0], "F": 359, "H": 367, "W": 373, "T": 1021, "R": 1031, "E": 2063}
 """The atoms to record at: primes larger than any prime factor of a published architecture, so that a size shows its
 atoms. Smaller primes do occur: CogVideoX's 226 text tokens are 2 * 113, its table of 17,776 positions has the factor
 101, and CLIP makes 257 tokens. Rows and columns stay below 384, where SD3's table of positions ends."""
@@ -73,38 +73,49 @@ def prime_grid(
 
     The free atoms are primes at which every sum (such as F*H*W + T) is a large prime or a small multiple of one, so
     that sums can be recognised in sizes too; if there is no such shape, up to `RARE_TIMES` a prime. Lengths that are
-    rounded up may be any prime, because tables of positions keep texts short. Raises a VplanError if a table of
+    rounded up may be any prime, because tables of positions keep texts short. Sums of the batch are left out where it
+    is fixed: as small as they are then, they would be recognised where they are not. Raises a VplanError if a table of
     positions ends before the shortest of these lengths, a NoPrimeShape if no shape shows all sums.
     """
     kind = family(profile)
     regime = {**kind.fixed, **({"B": batch} if batch else {})}
+    known = _free_sums(kind.sums, regime)
     heights, widths, lengths = HEIGHTS, WIDTHS, FRAMES
     if short or kind.masks_all_tokens or kind.short_sides or kind.longest_side:
         heights, widths, lengths = SHORT_HEIGHTS, SHORT_WIDTHS, SHORT_FRAMES
     texts = [PRIMES["T"], *filter(_is_prime, range(PRIMES["R"] + 1, 2 * PRIMES["R"]))]
     extras = list(filter(_is_prime, range(PRIMES["E"], 2 * PRIMES["E"]))) if kind.extra_tokens else [PRIMES["E"]]
     used = "".join(product for product, _ in kind.rounded.values())
-    used += "".join(product for _, products in kind.sums.values() for product in products)
+    used += "".join(product for _, products in known.values() for product in products)
     choices = [
         values if letter in used else values[:1]  # other atoms do not affect the sums
-        for letter, values in (("H", heights), ("E", extras), ("T", texts), ("F", lengths), ("W", widths))
+        for letter, values in (
+            *(("H", heights), ("E", extras), ("T", texts), ("F", lengths), ("W", widths)),
+            ("B", BATCHES),
+        )
     ]
     usual = itertools.product((12,), *choices)
-    rare = itertools.product((RARE_TIMES,), *choices[:3], (*choices[3], *RARE_FRAMES), choices[4])
+    rare = itertools.product((RARE_TIMES,), *choices[:3], (*choices[3], *RARE_FRAMES), *choices[4:])
     tried = (itertools.islice(shapes, MOST_SHAPES) for shapes in (usual, rare))
-    for most, height, extra, text, frames, width in itertools.chain.from_iterable(tried):
-        grid = {**PRIMES, "E": extra, "T": text, "F": frames, "H": height, "W": width, **regime}
-        sums = derived(grid, kind.rounded, kind.sums)
+    for most, height, extra, text, frames, width, samples in itertools.chain.from_iterable(tried):
+        grid = {"B": samples, "F": frames, "H": height, "W": width, "T": text, "R": PRIMES["R"], "E": extra, **regime}
+        sums = derived(grid, kind.rounded, known)
         aligned = kind.copies_masks and any(value % MASK_ALIGNMENT == 0 for value in sums.values())
         shown = all(
             _shows(value, most, grid.values()) or (name in kind.rounded and _is_prime(value))
             for name, value in sums.items()
         )
-        if shown and not aligned:
+        if shown and not aligned and grid["B"] != grid["T"]:
             _check_positions(profile, kind.longest_side, max(grid["F"], grid["H"], grid["W"]))
             return grid, sums, regime
     fault = f"{profile.name} has too many lengths that are sums: no shape shows them all"
     raise NoPrimeShape(fault, "a larger cell may have fewer: write patch = [1, 16, 16] for --inputs")
+
+
+def _free_sums(sums: Sums, regime: Mapping[str, int]) -> Sums:
+    """The sums without those of a batch that a tape fixes."""
+    fixed = "B" in regime
+    return {name: entry for name, entry in sums.items() if not (fixed and any("B" in product for product in entry[1]))}
 
 
 def _check_positions(profile: ModelProfile, longest: int | None, needed: int) -> None:
@@ -171,11 +182,16 @@ def step_tape(profile: ModelProfile, variant: StepVariant) -> Tape:
     grid, sums, regime = prime_grid(profile, 1 if variant.one_sample else variant.samples, short)
     trainer, _, trainer_version = variant.code.partition("@")
     code = check_out(trainer) if trainer else None
-    whole = variant.method == "full" and profile.traits.layer_beside_each_block
-    config = dict(profile.config) if whole else shallow_config(profile)
+    config = dict(profile.config) if recorded_whole(profile, variant) else shallow_config(profile)
     recording = record_step(profile, job, strategy, grid, config, Dispatch.of(variant), code, trainer_version)
     origin = {} if code is None else {f"https://github.com/{code.REPOSITORY}": code.COMMIT}
     return tape_of(profile, variant.name, recording, grid, sums, regime, origin)
+
+
+def recorded_whole(profile: ModelProfile, variant: Variant) -> bool:
+    """Whether a tape is recorded at full depth and holds at no other: a layer beside each block gets a gradient, and is
+    no part of the block."""
+    return isinstance(variant, StepVariant) and variant.method == "full" and profile.traits.layer_beside_each_block
 
 
 def sample_tape(profile: ModelProfile, variant: SampleVariant) -> Tape:
@@ -217,7 +233,7 @@ def tape_of(
         name,
         {**{library: version(library).split("+")[0] for library in ("torch", "diffusers", "peft")}, **origin},
         regime,
-        kind.sums,
+        {name: entry for name, entry in kind.sums.items() if name in sums},
         kind.rounded,
     )
     return compress(recording, header, atoms, list(full_run_lengths(profile.name) if lengths is None else lengths))

@@ -169,6 +169,7 @@ def add_adapter(model: nn.Module, job: Job, strategy: Strategy, alpha: float | N
     Alpha defaults to the rank, as in diffusers' examples. The forward multiplies by the scale as a plain number, so the
     scale takes no memory.
     """
+    from diffusers.models.modeling_utils import no_init_weights
     from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -183,7 +184,8 @@ def add_adapter(model: nn.Module, job: Job, strategy: Strategy, alpha: float | N
         init_lora_weights="gaussian",
         use_dora=job.adapter == "dora",
     )
-    with init_empty_weights(), warnings.catch_warnings():
+    # Drawing numbers for meta tensors is slow, and training begins with its own (`trainers.step.weights`).
+    with no_init_weights(), init_empty_weights(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated")  # it cannot merge; nothing here merges
         inject_adapter_in_model(lokr if job.adapter == "lokr" else lora, model)
     for name, parameter in model.named_parameters():

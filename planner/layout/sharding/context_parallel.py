@@ -110,7 +110,7 @@ def _tokens(run: Run, index: int, plan: SplitPlan) -> int:
     clip = grid["F"] * grid["H"] * grid["W"]
     if {"H", "W"} <= atoms:
         return grid["B"] * clip
-    if sums := atoms & tape.sums.keys():
+    if sums := atoms & tape.sums.keys() - tape.of_batch:
         text = plan.text and any("T" in tape.sums[name][1] for name in sums)
         return grid["B"] * (clip + grid.get("E", 0) + (grid["T"] if text else 0))
     return grid["B"] * grid["T"] if plan.text and "T" in atoms else 0

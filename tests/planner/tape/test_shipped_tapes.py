@@ -24,16 +24,8 @@ from profiles import TAPES
 
 LEDGER = Path(__file__).parents[2] / "benchmarks" / "held_out.jsonl"
 ALLOWED = 0.001
-FURTHER_OFF = {
-    "hunyuan-image-2.1/step-lora-nf4-fp32-autocast-full-4/shallow": 0.0013,
-    "hunyuan-image-2.1/step-full-half-autocast-full-4/shallow": 0.0011,
-}
-"""Four samples of 512x512 at seven blocks of a kind, too high by 10 and 22 MB: not explained."""
-
-ROW_MORE = "qwen-image-2.1/", "-many"
-"""Recordings of several samples of Qwen-Image-2.1: a table has a row more than samples, and stays as long as it was
-recorded (docs/accuracy/tapes.md)."""
-ROW_MORE_OFF = 0.011
+TRANSPOSED, TRANSPOSED_OFF = ("/optimizer-lora-", "-muon-"), 0.002
+"""Muon over adapters of layers narrower than the 1,031 that tapes have as rank (docs/accuracy/tapes.md)."""
 
 
 def test_what_was_held_out_is_true_of_the_tapes_that_are_shipped() -> None:
@@ -44,7 +36,8 @@ def test_what_was_held_out_is_true_of_the_tapes_that_are_shipped() -> None:
         path = shipped.get("/".join(name.split("/")[:2]))
         if path is not None and digest(path).startswith(row["digest"]):
             spoken_of += 1
-            allowed = ROW_MORE_OFF if all(part in name for part in ROW_MORE) else FURTHER_OFF.get(name, ALLOWED)
+            assert "fault" not in row, f"{name}: {row['fault']}"
+            allowed = TRANSPOSED_OFF if all(part in name for part in TRANSPOSED) else ALLOWED
             assert row["tape"] == pytest.approx(row["recorded"], rel=allowed), name
     assert spoken_of > 200
 

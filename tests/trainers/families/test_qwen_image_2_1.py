@@ -10,12 +10,18 @@ torch = pytest.importorskip("torch")
 
 from planner.catalog import lookup  # noqa: E402
 from planner.catalog.shapes import grid, job_for  # noqa: E402
+from planner.tape.format import Monomial  # noqa: E402
+from planner.tape.variants.precision import Precision  # noqa: E402
+from planner.tape.variants.variant import StepVariant  # noqa: E402
 from tests.trainers import tiny  # noqa: E402
 from trainers import families  # noqa: E402
 from trainers.data import parts  # noqa: E402
 from trainers.families.common.encoding import Encoder  # noqa: E402
+from trainers.recording import tapes  # noqa: E402
+from trainers.step import step  # noqa: E402
 
 PROFILE = lookup.model("qwen-image-2.1")
+VARIANT = StepVariant("full", Precision("half", "", autocast=False), "full", one_sample=False)
 
 
 def test_a_place_of_the_sequence_stands_for_four_tokens_of_the_image() -> None:
@@ -32,6 +38,15 @@ def test_the_loss_is_over_the_image_which_stands_behind_the_text() -> None:
     target = torch.zeros(1, 8, 64)
     prediction = torch.cat([torch.full((1, 3, 64), 9.0), torch.ones(1, 8, 64)], dim=1)
     assert families.family(PROFILE).loss(prediction, target, {}).item() == 1.0
+
+
+def test_a_row_more_than_samples_is_a_length_of_tapes_that_hold_for_any_batch() -> None:
+    """Rows of the table of modulation. With one sample they are a number, and even sizes no multiples of that."""
+    table = step.build_model(PROFILE, *VARIANT.records(PROFILE), tapes.shallow_config(PROFILE)).modulation[1]
+    many, one = (tapes.step_tape(PROFILE, VARIANT._replace(one_sample=one)) for one in (False, True))
+    row = Monomial(2 * table.out_features, tuple(int(atom == "M") for atom in many.atoms))
+    assert row in many.sizes and many.of_batch == {"B", "M"}
+    assert Monomial(2 * row.coefficient, (0,) * len(one.atoms)) in one.sizes and "M" not in one.atoms
 
 
 SYSTEM = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"

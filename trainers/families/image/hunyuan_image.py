@@ -21,12 +21,13 @@ class HunyuanImage(Family):
     prompt, but their sum does not. Recordings have a prompt that fills its tokens and no glyphs (zeros, masked out).
     """
 
-    masks_all_tokens = True
+    masks_all_tokens = copies_masks = True
 
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
         self.glyph_tokens = profile.inputs["glyph_tokens"]
-        self.sums = {"S": (self.glyph_tokens, ("HW", "T"))}
+        # Image, prompt and glyphs; prompt and glyphs, as they are sorted.
+        self.sums = {"S": (self.glyph_tokens, ("HW", "T")), "J": (self.glyph_tokens, ("T",))}
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         prompt, glyphs = (grid["B"], grid["T"]), (grid["B"], self.glyph_tokens)

@@ -36,7 +36,8 @@ class QwenImage21(QwenImage):
     def __init__(self, profile: ModelProfile) -> None:
         super().__init__(profile)
         image = ("FHW",) * SLOT
-        self.sums = {"S": (0, (*image, "T")), "J": (0, ("FHW", "T"))}
+        # The table of modulation has a row for each sample, and one for the text of all.
+        self.sums = {"S": (0, (*image, "T")), "J": (0, ("FHW", "T")), "M": (1, ("B",))}
 
     def batch(self, grid: Grid, device: torch.device | str, dtype: torch.dtype) -> dict[str, Tensor]:
         size, text = grid["B"], grid["T"]
