@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import (
     ONLY_LORA,
@@ -60,6 +61,9 @@ MODELS = {
 """Its ModelType -> ours; those of `BY_NAME` have several, told by their names."""
 
 BY_NAME = ("STABLE_DIFFUSION_35", "FLUX_2", "SANA")
+
+FULL = "full"
+"""The default of ``layer_filter_preset``: every layer."""
 
 CHECKPOINTS = "gradient_checkpointing"
 """Our field, and its key of a part."""
@@ -377,8 +381,10 @@ def _quantised(dtype: str, word: str, what: str) -> Move:
 def _layers(settings: Settings) -> Fields:
     """Adapters are on the layers whose names contain one of the words of ``layer_filter``, or are found by one as a
     regular expression with ``layer_filter_regex`` (util/ModuleFilter.py)."""
-    if settings[f"{CONFIG}training_method"] != "LORA" or _version_of_layers(settings):
+    if settings[f"{CONFIG}training_method"] != "LORA":
         return {"lora_targets": None}
+    if _version_of_layers(settings):
+        return {"lora_targets": _nearest_recording(lookup.model(_model(settings)["model"]))}
     words = [word.strip() for word in str(_of(settings, "layer_filter", "")).split(",")]
     try:
         found = [re.compile(word if _of(settings, "layer_filter_regex") else re.escape(word)).search for word in words]
@@ -386,6 +392,13 @@ def _layers(settings: Settings) -> Fields:
         raise VplanError(f"layer_filter: {error}", "OneTrainer stops at it too; mend the expression") from None
     profile = lookup.model(_model(settings)["model"])
     return {"lora_targets": chosen_layers(profile, lambda layer: any(search(layer) for search in found))}
+
+
+def _nearest_recording(model: ModelProfile) -> tuple[str, ...] | None:
+    """The layers recorded with adapters to which those on every layer are added. A U-Net's projections around its
+    transformers are not checkpointed, and what they keep is recorded where they are linear; convolutions have a term of
+    their own."""
+    return model.lora.wide if model.traits.stages and model.config.get("use_linear_projection") else None
 
 
 def _rank(settings: Settings) -> Fields:
@@ -458,7 +471,13 @@ def _compiled(value: Any) -> str:
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
-    yield "priced on diffusers' model; compared with runs of OneTrainer's own code for FLUX.1, SD 3.5 and SD 1.5 alone"
+    yield "priced on diffusers' model; compared with runs of OneTrainer's own code for FLUX.1, SD 3.5, SDXL and SD 1.5"
+    preset = _of(settings, "layer_filter_preset", FULL)
+    if preset != FULL and not _of(settings, "layer_filter"):
+        yield (
+            f"layer_filter_preset: {preset} is what its window fills layer_filter from; scripts/train.py reads "
+            "layer_filter alone, and puts adapters on every layer"
+        )
     yield from own_model_notes("onetrainer", fields)
     if note := peft_types.note(settings, fields):
         yield note

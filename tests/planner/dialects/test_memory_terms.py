@@ -196,10 +196,12 @@ def test_a_text_encoder_comes_whole_in_every_trainer_but_ours() -> None:
     "trainer", ["onetrainer@encoders-offloaded", "onetrainer@loha-encoders-offloaded", "ai-toolkit"]
 )
 def test_layers_of_text_encoders_wait_in_host_ram_with_those_of_the_model(trainer: str) -> None:
-    """OneTrainer's by a share of their own (util/config/TrainConfig.py at 23df383 ``__migration_10``)."""
+    """OneTrainer's by a share of their own (util/config/TrainConfig.py at 23df383 ``__migration_10``); UMT5's table of
+    256384 words, 1.96 GiB, is there twice in it."""
     nbytes, whole = encoded(trainer, swap_blocks=15)
-    assert nbytes < whole // 3
-    assert encoded("onetrainer", swap_blocks=15)[0] > whole // 3
+    tables = 2 * 2 * 256384 * 4096 if "onetrainer" in trainer else 0
+    assert nbytes - tables < whole // 3
+    assert encoded("onetrainer", swap_blocks=15)[0] > whole
 
 
 def test_simpletuner_zeroes_its_gradients_and_keeps_a_third_state() -> None:
