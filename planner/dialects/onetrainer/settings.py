@@ -68,6 +68,9 @@ FULL = "full"
 CHECKPOINTS = "gradient_checkpointing"
 """Our field, and its key of a part."""
 
+THREADS = 2
+"""The default of ``dataloader_threads``."""
+
 LEAST_LOADED = 2
 """Layers that are on the GPU whatever is asked for (modules/util/LayerOffloadConductor.py ``__get_layers_below``)."""
 
@@ -355,13 +358,15 @@ def _with_encoders_offloaded(fields: Fields) -> tuple[Mapping[str, Any], ...]:
 
 
 def _encoder_words(settings: Settings) -> list[str]:
-    """The setting by which the largest text encoder's layers wait in host RAM. Raises an InexpressibleError for older
-    configs, which say one fraction for all parts."""
+    """The setting by which the largest text encoder's layers wait in host RAM, with which one thread alone may cache
+    (modules/util/create.py ``create_data_loader``). Raises an InexpressibleError for older configs, which say one
+    fraction for all parts."""
     if _is_old(settings):
         raise InexpressibleError(
             UnsupportedValue("version", ENCODERS_OFFLOADED, "", "one fraction is that of all parts")
         )
-    return [f"{_largest_encoder(settings)}.offload_fraction: 1.0"]
+    threads = ["dataloader_threads: 1"] if int(_of(settings, "dataloader_threads", THREADS)) > 1 else []
+    return [f"{_largest_encoder(settings)}.offload_fraction: 1.0", *threads]
 
 
 def _may_step_in_backward(fields: Fields) -> bool:
@@ -436,12 +441,38 @@ def _encoder_offloads(settings: Settings) -> bool:
 
 
 def _steps(settings: Settings) -> Fields:
+    """How it steps. torch's AdamW takes what the config says, one parameter after the other by default
+    (modules/util/create.py ``create_optimizer``, TrainOptimizerConfig)."""
     name = str(_of(settings, "optimizer.optimizer", "ADAMW"))
-    fused = _of(settings, "optimizer.fused_back_pass")
-    if fused is None:
-        fused = _of(settings, f"optimizer_defaults.{name}.fused_back_pass", False)
+    fused = _optimizer(settings, "fused_back_pass")
     full = str(_of(settings, "training_method")) == "FINE_TUNE"
-    return {"optimizer_step": "backward" if fused and full else "foreach"}
+    if fused and full:
+        return {"optimizer_step": "backward"}
+    wider = not full and _version_of_layers(settings) and _nearest_recording(lookup.model(_model(settings)["model"]))
+    if OPTIMIZERS.get(name) != "adamw" or wider:  # of that choice of layers no other step is recorded
+        return {"optimizer_step": "foreach"}
+    ways = (way for way in EXCLUSIVE if _optimizer(settings, way))
+    return {"optimizer_step": next(ways, "loop")}
+
+
+EXCLUSIVE = ("fused", "foreach")
+"""Settings of its optimizer that AdamW takes without ``fused_back_pass`` alone."""
+
+
+def _optimizer(settings: Settings, key: str) -> bool:
+    """A switch of its optimizer; where it is not said, that of the defaults which the config keeps for it."""
+    name = str(_of(settings, "optimizer.optimizer", "ADAMW"))
+    value = _of(settings, f"optimizer.{key}")
+    return bool(_of(settings, f"optimizer_defaults.{name}.{key}", False) if value is None else value)
+
+
+def _fused_backward_words(settings: Settings) -> list[str]:
+    """``fused_back_pass``, and without what forbids it: its window's AdamW has ``fused`` on
+    (modules/util/optimizer_util.py ``OPTIMIZER_DEFAULT_PARAMETERS``)."""
+    return [
+        "optimizer.fused_back_pass: true",
+        *(f"optimizer.{way}: false" for way in EXCLUSIVE if _optimizer(settings, way)),
+    ]
 
 
 def _largest_encoder(settings: Settings) -> str:
@@ -549,7 +580,7 @@ DIALECT = Dialect(
             (f"{CONFIG}optimizer.fused_back_pass",),
             _steps,
             _nothing,
-            {"optimizer_step": "foreach, backward (full training)"},
+            {"optimizer_step": "loop, foreach, fused (adamw), backward (full training)"},
         ),
         FunctionPair(
             ("weights_dtype", "adapter_dtype", "autocast"),
@@ -633,7 +664,7 @@ DIALECT = Dialect(
         Move(
             {"optimizer_step": "backward"},
             "the step runs inside backward",
-            words_for=lambda settings: ["optimizer.fused_back_pass: true"],
+            words_for=_fused_backward_words,
             when=lambda fields: _may_step_in_backward(fields) and fields["optimizer"] in ("adamw", "adafactor", "came"),
         ),
         Move(
