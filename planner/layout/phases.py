@@ -140,7 +140,9 @@ def encoding_runs(run: Run) -> list[Run]:
 
 def encoding_host_bytes(run: Run) -> int:
     """The most host RAM, in bytes, that a text encoder takes while it encodes before the model is loaded."""
-    return max((encoding.only.waiting_bytes for encoding in encodings(run, may_wait=True)), default=0)
+    waiting = max((encoding.only.waiting_bytes for encoding in encodings(run, may_wait=True)), default=0)
+    reads = run.host.encoders_read and run.strategy.text_encoder == "cached"
+    return max(waiting, encoders_bytes(run)) if reads else waiting
 
 
 def waiting_encoders_bytes(run: Run) -> int:

@@ -162,6 +162,9 @@ class HostTerms:
     waits_for_latents: bool = False
     """whether the model and the text encoders are moved to host RAM while latents are cached"""
 
+    encoders_read: bool = False
+    """whether text encoders are read into host RAM whole, each in a file of its own, before they cache prompts"""
+
     cached_parts_stay: bool = False
     """whether text encoders and a VAE whose outputs are cached come back to host RAM, and stay to the end"""
 
