@@ -17,6 +17,9 @@ from planner.units import power_of_two
 MODEL_OFFLOAD = "model-offload"
 """The version of memory terms with --enable_model_cpu_offload."""
 
+BEFORE_JUNE_2025 = "2025-03"
+"""The version of examples/wanvideo/train_wan_t2v.py at a25bd74d: ``ModelManager(device="cpu")``."""
+
 COMPLEX128 = 16
 HALF, FP32 = 2, 4
 
@@ -108,7 +111,8 @@ def read_through_pinned_memory(run: Run) -> None:
     """Files are read to the GPU tensor by tensor (diffsynth/core/vram/disk_map.py: ``safe_open(device=...)``), and each
     in a pinned tensor on its way (safetensors 0.8, bindings/python/src/lib.rs at e9091e1: ``get_tensor_pinned_cuda``).
     torch keeps that memory, in powers of two, one of each."""
-    if MODEL_OFFLOAD in run.trainer or run.strategy.sharding == "zero-3":  # which load on the CPU
+    loads_on_the_cpu = MODEL_OFFLOAD in run.trainer or run.trainer.endswith(BEFORE_JUNE_2025)
+    if loads_on_the_cpu or run.strategy.sharding == "zero-3":
         return
     names = [component.name for component in encoders(run, "resident", 1)]
     sizes = [run.sizes[buffer] for name in names for buffer in run.named(f"weight of {name}").values()]
