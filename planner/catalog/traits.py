@@ -136,6 +136,8 @@ TrainerTrait = Literal[
     "shift-by-size",
     "vae-in-fp32",
     "vae-caches-kept",
+    "vae-attention-whole",
+    "table-of-words-twice",
     "reentrant-checkpoints",
     "vae-tiles-of-128",
     "prompts-unpadded",
@@ -168,6 +170,8 @@ last-encoder-in-model: it is a part of the model there, frozen, and runs in ever
 experts-without-gradients: a mixture's experts run as in sampling.
 shift-by-size: sampling's shift is to be set by the size. vae-in-fp32: its script keeps the VAE in fp32.
 vae-caches-kept: what its causal convolutions keep of a clip stays until the next one is encoded.
+vae-attention-whole: its own code of the VAE makes the scores of all pairs.
+table-of-words-twice: a text encoder's, once for each of its names.
 reentrant-checkpoints: its own code of the model checkpoints so.
 vae-tiles-of-128: its own code of the VAE works in tiles of 128 pixels a side.
 prompts-unpadded: they are as long as the longest of a batch, where diffusers fills them up. masks-by-head: its own code

@@ -87,8 +87,10 @@ class HostShare(NamedTuple):
     """peak while text encoders encode, before the model is loaded"""
     waiting: int
     """text encoders that stay loaded until training begins, after their outputs are cached"""
+    staying: int
+    """text encoders and the VAE that come back once their outputs are cached, and stay to the end"""
     beside_latents: int
-    """the model and its text encoders, while latents are cached"""
+    """the model and its text encoders, while latents are cached; with those that stay, all of them"""
     groups: int
     """the model under group offload"""
     grouping: int
@@ -120,7 +122,10 @@ def host_share(run: Run) -> HostShare:
         loaded_components=phases.loaded_encoders_bytes(run),
         encoding=encoding,
         waiting=phases.waiting_encoders_bytes(run),
-        beside_latents=run.summed(_weights) + phases.encoders_bytes(run) if run.host.waits_for_latents else 0,
+        staying=(staying := phases.staying_parts_bytes(run)),
+        beside_latents=run.summed(_weights) + (staying or phases.encoders_bytes(run))
+        if run.host.waits_for_latents
+        else 0,
         groups=groups,
         grouping=grouping,
         moved=moved,
@@ -196,7 +201,7 @@ def _training(run: Run, share: HostShare) -> dict[PhaseName, Parts]:
         loading = run.summed(_largest_weight)
     if _loaded_bytes(run) is not None:  # swapped blocks are part of the model that was loaded
         loading = max(0, loading - share.blocks)
-    weights = held["weights"] - share.components + share.loaded_components + share.waiting
+    weights = held["weights"] - share.components - share.staying + share.loaded_components + share.waiting
     by_phase["load"] = {"weights": weights, "ema": held["ema"], "loading": loading}
     by_phase["train"] = held
     if run.strategy.validation_mode != "off":
@@ -259,6 +264,7 @@ def _held(run: Run, share: HostShare) -> Parts:
     """What a process holds throughout training."""
     strategy = run.strategy
     weights = share.experts + share.components + share.blocks + share.drive_weights + share.engine.weights
+    weights += share.staying
     optimizer = share.drive_states + share.engine.optimizer
     if strategy.offload_optimizer == "cpu" and strategy.sharding not in SPLIT:
         optimizer += _offloaded_bytes(strategy, run.trained_bytes, run.trained_parameters)

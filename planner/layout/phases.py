@@ -75,15 +75,17 @@ def encodings(run: Run, may_wait: bool = False) -> list[Encoding]:
         groups = [group for group in groups if any(each.piece_of_layers or each.offload != "none" for each in group)]
     found = []
     for group in filter(None, groups):
-        larger = len(group) == 1 and _is_larger_than_the_card(run, group[0])
+        largest = max(group, key=lambda each: each.weight_bytes)
+        beside = sum(each.weight_bytes for each in group) - largest.weight_bytes
+        larger = _is_larger_than_the_card(run, largest, beside)
         if larger and run.device.prompts_cached_apart:
             continue
         layers = larger and not run.device.encoders_whole
         if layers:
-            group = (group[0]._replace(offload="layers"),)
+            group = tuple(each._replace(offload="layers") if each is largest else each for each in group)
         workspaces = workspace_bytes(run.facts.gpu), kept_workspaces(run.facts.gpu, run.machine.torch)
         memory = encoding_memory(group, *workspaces)
-        by_layer = group[0].name.partition("-")[0] if layers else ""
+        by_layer = largest.name.partition("-")[0] if layers else ""
         only = EncodingOnly(memory.peak_bytes, memory.waiting_bytes, by_layer)
         found.append(Encoding(group, *workspaces, only, memory.split_bytes))
     return found
@@ -101,11 +103,11 @@ def decoding_alone(run: Run) -> list[Encoding]:
     return [Encoding(group, *workspaces, only, memory.split_bytes)]
 
 
-def _is_larger_than_the_card(run: Run, component: ComponentPass) -> bool:
-    """Whether a text encoder as a whole does not fit on the card."""
+def _is_larger_than_the_card(run: Run, component: ComponentPass, beside: int = 0) -> bool:
+    """Whether a text encoder as a whole does not fit on the card, ``beside`` bytes of others."""
     gpu = run.facts.gpu
     room = gpu.allocatable_bytes - run.machine.reserve - gpu.context_bytes
-    return component.piece_of_layers and component.weight_bytes + BESIDE_WHOLE_BYTES > room
+    return component.piece_of_layers and component.weight_bytes + beside + BESIDE_WHOLE_BYTES > room
 
 
 def encoders_left_out(run: Run) -> list[str]:
@@ -141,12 +143,19 @@ def encoding_runs(run: Run) -> list[Run]:
 
 def encoding_host_bytes(run: Run) -> int:
     """The most host RAM, in bytes, that a text encoder takes while it encodes before the model is loaded."""
-    return max((encoding.only.waiting_bytes for encoding in encodings(run, may_wait=True)), default=0)
+    waiting = max((encoding.only.waiting_bytes for encoding in encodings(run, may_wait=True)), default=0)
+    reads = run.host.encoders_read and run.strategy.text_encoder == "cached"
+    return max(waiting, encoders_bytes(run)) if reads else waiting
 
 
 def waiting_encoders_bytes(run: Run) -> int:
     """Host RAM, bytes, of the text encoders that come back from the GPU once their outputs are cached."""
     return encoders_bytes(run) if run.host.encoders_wait and run.strategy.text_encoder == "cached" else 0
+
+
+def staying_parts_bytes(run: Run) -> int:
+    """Host RAM, bytes, of the text encoders and the VAE that come back from the GPU and are kept to the end."""
+    return sum(part.weight_bytes for part in encoders(run, "cached", 1)) if run.host.cached_parts_stay else 0
 
 
 def loaded_encoders_bytes(run: Run) -> int:

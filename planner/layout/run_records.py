@@ -94,6 +94,10 @@ class DeviceTerms:
     encoder_head_untied: bool = False
     """whether a text encoder's head is a weight of its own once it is quantised"""
 
+    encoders_in_one_format: bool = False
+    """whether text encoders keep no layer in fp32: what they would keep has 16 bits, beside fewer too; and a table of
+    words with two names is on the GPU twice"""
+
     encoder_bits: float = 0.0
     """bits per number of a quantised text encoder's weights, if the format does not determine them"""
 
@@ -157,6 +161,12 @@ class HostTerms:
 
     waits_for_latents: bool = False
     """whether the model and the text encoders are moved to host RAM while latents are cached"""
+
+    encoders_read: bool = False
+    """whether text encoders are read into host RAM whole, each in a file of its own, before they cache prompts"""
+
+    cached_parts_stay: bool = False
+    """whether text encoders and a VAE whose outputs are cached come back to host RAM, and stay to the end"""
 
     loader_workers: int = 0
     """processes that load data, per GPU"""

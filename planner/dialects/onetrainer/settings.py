@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import (
     ONLY_LORA,
@@ -61,8 +62,14 @@ MODELS = {
 
 BY_NAME = ("STABLE_DIFFUSION_35", "FLUX_2", "SANA")
 
+FULL = "full"
+"""The default of ``layer_filter_preset``: every layer."""
+
 CHECKPOINTS = "gradient_checkpointing"
 """Our field, and its key of a part."""
+
+THREADS = 2
+"""The default of ``dataloader_threads``."""
 
 LEAST_LOADED = 2
 """Layers that are on the GPU whatever is asked for (modules/util/LayerOffloadConductor.py ``__get_layers_below``)."""
@@ -351,13 +358,15 @@ def _with_encoders_offloaded(fields: Fields) -> tuple[Mapping[str, Any], ...]:
 
 
 def _encoder_words(settings: Settings) -> list[str]:
-    """The setting by which the largest text encoder's layers wait in host RAM. Raises an InexpressibleError for older
-    configs, which say one fraction for all parts."""
+    """The setting by which the largest text encoder's layers wait in host RAM, with which one thread alone may cache
+    (modules/util/create.py ``create_data_loader``). Raises an InexpressibleError for older configs, which say one
+    fraction for all parts."""
     if _is_old(settings):
         raise InexpressibleError(
             UnsupportedValue("version", ENCODERS_OFFLOADED, "", "one fraction is that of all parts")
         )
-    return [f"{_largest_encoder(settings)}.offload_fraction: 1.0"]
+    threads = ["dataloader_threads: 1"] if int(_of(settings, "dataloader_threads", THREADS)) > 1 else []
+    return [f"{_largest_encoder(settings)}.offload_fraction: 1.0", *threads]
 
 
 def _may_step_in_backward(fields: Fields) -> bool:
@@ -377,8 +386,10 @@ def _quantised(dtype: str, word: str, what: str) -> Move:
 def _layers(settings: Settings) -> Fields:
     """Adapters are on the layers whose names contain one of the words of ``layer_filter``, or are found by one as a
     regular expression with ``layer_filter_regex`` (util/ModuleFilter.py)."""
-    if settings[f"{CONFIG}training_method"] != "LORA" or _version_of_layers(settings):
+    if settings[f"{CONFIG}training_method"] != "LORA":
         return {"lora_targets": None}
+    if _version_of_layers(settings):
+        return {"lora_targets": _nearest_recording(lookup.model(_model(settings)["model"]))}
     words = [word.strip() for word in str(_of(settings, "layer_filter", "")).split(",")]
     try:
         found = [re.compile(word if _of(settings, "layer_filter_regex") else re.escape(word)).search for word in words]
@@ -386,6 +397,13 @@ def _layers(settings: Settings) -> Fields:
         raise VplanError(f"layer_filter: {error}", "OneTrainer stops at it too; mend the expression") from None
     profile = lookup.model(_model(settings)["model"])
     return {"lora_targets": chosen_layers(profile, lambda layer: any(search(layer) for search in found))}
+
+
+def _nearest_recording(model: ModelProfile) -> tuple[str, ...] | None:
+    """The layers recorded with adapters to which those on every layer are added. A U-Net's projections around its
+    transformers are not checkpointed, and what they keep is recorded where they are linear; convolutions have a term of
+    their own."""
+    return model.lora.wide if model.traits.stages and model.config.get("use_linear_projection") else None
 
 
 def _rank(settings: Settings) -> Fields:
@@ -423,12 +441,38 @@ def _encoder_offloads(settings: Settings) -> bool:
 
 
 def _steps(settings: Settings) -> Fields:
+    """How it steps. torch's AdamW takes what the config says, one parameter after the other by default
+    (modules/util/create.py ``create_optimizer``, TrainOptimizerConfig)."""
     name = str(_of(settings, "optimizer.optimizer", "ADAMW"))
-    fused = _of(settings, "optimizer.fused_back_pass")
-    if fused is None:
-        fused = _of(settings, f"optimizer_defaults.{name}.fused_back_pass", False)
+    fused = _optimizer(settings, "fused_back_pass")
     full = str(_of(settings, "training_method")) == "FINE_TUNE"
-    return {"optimizer_step": "backward" if fused and full else "foreach"}
+    if fused and full:
+        return {"optimizer_step": "backward"}
+    wider = not full and _version_of_layers(settings) and _nearest_recording(lookup.model(_model(settings)["model"]))
+    if OPTIMIZERS.get(name) != "adamw" or wider:  # of that choice of layers no other step is recorded
+        return {"optimizer_step": "foreach"}
+    ways = (way for way in EXCLUSIVE if _optimizer(settings, way))
+    return {"optimizer_step": next(ways, "loop")}
+
+
+EXCLUSIVE = ("fused", "foreach")
+"""Settings of its optimizer that AdamW takes without ``fused_back_pass`` alone."""
+
+
+def _optimizer(settings: Settings, key: str) -> bool:
+    """A switch of its optimizer; where it is not said, that of the defaults which the config keeps for it."""
+    name = str(_of(settings, "optimizer.optimizer", "ADAMW"))
+    value = _of(settings, f"optimizer.{key}")
+    return bool(_of(settings, f"optimizer_defaults.{name}.{key}", False) if value is None else value)
+
+
+def _fused_backward_words(settings: Settings) -> list[str]:
+    """``fused_back_pass``, and without what forbids it: its window's AdamW has ``fused`` on
+    (modules/util/optimizer_util.py ``OPTIMIZER_DEFAULT_PARAMETERS``)."""
+    return [
+        "optimizer.fused_back_pass: true",
+        *(f"optimizer.{way}: false" for way in EXCLUSIVE if _optimizer(settings, way)),
+    ]
 
 
 def _largest_encoder(settings: Settings) -> str:
@@ -458,7 +502,13 @@ def _compiled(value: Any) -> str:
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
-    yield "priced on diffusers' model; compared with runs of OneTrainer's own code for FLUX.1, SD 3.5 and SD 1.5 alone"
+    yield "priced on diffusers' model; compared with runs of OneTrainer's own code for FLUX.1, SD 3.5, SDXL and SD 1.5"
+    preset = _of(settings, "layer_filter_preset", FULL)
+    if preset != FULL and not _of(settings, "layer_filter"):
+        yield (
+            f"layer_filter_preset: {preset} is what its window fills layer_filter from; scripts/train.py reads "
+            "layer_filter alone, and puts adapters on every layer"
+        )
     yield from own_model_notes("onetrainer", fields)
     if note := peft_types.note(settings, fields):
         yield note
@@ -530,7 +580,7 @@ DIALECT = Dialect(
             (f"{CONFIG}optimizer.fused_back_pass",),
             _steps,
             _nothing,
-            {"optimizer_step": "foreach, backward (full training)"},
+            {"optimizer_step": "loop, foreach, fused (adamw), backward (full training)"},
         ),
         FunctionPair(
             ("weights_dtype", "adapter_dtype", "autocast"),
@@ -614,7 +664,7 @@ DIALECT = Dialect(
         Move(
             {"optimizer_step": "backward"},
             "the step runs inside backward",
-            words_for=lambda settings: ["optimizer.fused_back_pass: true"],
+            words_for=_fused_backward_words,
             when=lambda fields: _may_step_in_backward(fields) and fields["optimizer"] in ("adamw", "adafactor", "came"),
         ),
         Move(

@@ -33,6 +33,9 @@ def load_component(program: Program, component: ComponentPass) -> tuple[Stage, d
         for buffer in range(first, len(program.buffers)):
             if buffer not in tables:
                 program.resize(buffer, int(program.plain_bytes(buffer) * component.bytes_per_parameter / 2))
+    if component.second_table:
+        nbytes = component.second_table * (4 if component.dtype == "fp32" else 2)
+        stage.stretches.append((STRATEGY_MOMENT, [program.buffer(nbytes, "residents", "table of words")]))
     if component.head_parameters:
         nbytes = int(component.head_parameters * component.bytes_per_parameter)
         stage.stretches.append((STRATEGY_MOMENT, [program.buffer(nbytes, "residents", "head")]))
@@ -91,9 +94,10 @@ def _weights(program: Program, component: ComponentPass) -> dict[str, int]:
 
 
 def _tables(program: Program, component: ComponentPass) -> list[int]:
-    """The tables of words that stay in 16 bits."""
+    """The tables of words, and layers, that stay in 16 bits."""
     weights = _weights(program, component) if component.table_parameters else {}
-    return [buffer for name, buffer in weights.items() if TABLE.search(name)]
+    kept = component.kept_in_16_bits
+    return [buffer for name, buffer in weights.items() if TABLE.search(name) or (kept and name.endswith(kept))]
 
 
 def _weight(program: Program) -> Callable[[int], int]:

@@ -74,6 +74,12 @@ class ComponentPass(NamedTuple):
     table_parameters: int = 0
     """of its parameters, those of a table of words that stays in 16 bits where the rest is quantised"""
 
+    kept_in_16_bits: str = ""
+    """end of the names of weights that stay in 16 bits where the rest is quantised"""
+
+    second_table: int = 0
+    """numbers of a table of words that is there once more, never quantised"""
+
     head_parameters: int = 0
     """of a head that is the table of words in 16 bits, and is a weight of its own once it is quantised"""
 
@@ -96,7 +102,8 @@ class ComponentPass(NamedTuple):
     def weight_bytes(self) -> int:
         """The weights, as they are stored."""
         kept = self.table_parameters if self.is_quantised else 0
-        return int((self.parameters + self.head_parameters - kept) * self.bytes_per_parameter) + 2 * kept
+        second = self.second_table * (4 if self.dtype == "fp32" else 2)
+        return int((self.parameters + self.head_parameters - kept) * self.bytes_per_parameter) + 2 * kept + second
 
     @property
     def weights(self) -> str:
@@ -151,6 +158,8 @@ def _as_trained(run: Run, encoder: TextEncoder, component: ComponentPass) -> Com
     .packed_encoders`). Others leave them: what they quantise with is of linear layers (bitsandbytes, optimum-quanto and
     torchao ``quantize_``), and kohya-ss's trainers cast ``Embedding`` back (sd-scripts flux_train_network.py
     ``prepare_fp8``, musubi-tuner wan/modules/t5.py)."""
+    if run.device.encoders_in_one_format:
+        return _in_one_format(encoder, component)
     if not component.is_quantised or run.trainer == "vplan":
         return component
     if encoder.name in run.device.encoders_in_16_bits:
@@ -160,13 +169,32 @@ def _as_trained(run: Run, encoder: TextEncoder, component: ComponentPass) -> Com
     return component._replace(bits=run.device.encoder_bits, table_parameters=tables, head_parameters=head)
 
 
-@recording_cache(maxsize=32)
+def _in_one_format(encoder: TextEncoder, component: ComponentPass) -> ComponentPass:
+    """A text encoder of `DeviceTerms.encoders_in_one_format`. Those with layers that transformers keeps in fp32 are T5
+    and UMT5, whose table of words has two names (modeling_t5.py and modeling_umt5.py ``_tied_weights_keys``)."""
+    tape, kept = component.tape, encoder.traits.kept_in_fp32
+    if tape is None:
+        return component
+    tables = _table_parameters(tape)
+    component = component._replace(kept_in_fp32="", second_table=tables if kept else 0)
+    if not component.is_quantised:
+        return component
+    left = tables + (_parameters_of(tape, re.escape(kept) + "$") if kept else 0)
+    return component._replace(table_parameters=left, kept_in_16_bits=kept)
+
+
 def _table_parameters(tape: Tape) -> int:
     """The numbers of the tables of words among the weights of a text encoder, which is recorded in 16 bits."""
+    return _parameters_of(tape, TABLE.pattern)
+
+
+@recording_cache(maxsize=32)
+def _parameters_of(tape: Tape, pattern: str) -> int:
+    """The numbers of the weights of a text encoder whose names have a pattern."""
     program = Program()
     program.unfold(tape, "load", None, Part("encoder", {"B": 1, "T": 1, **tape.regime}))
     weights = program.named["weight of encoder"]
-    return sum(program.plain_bytes(buffer) for name, buffer in weights.items() if TABLE.search(name)) // 2
+    return sum(program.plain_bytes(buffer) for name, buffer in weights.items() if re.search(pattern, name)) // 2
 
 
 def component_bytes(run: Run, residence: str) -> int:

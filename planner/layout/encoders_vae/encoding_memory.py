@@ -84,7 +84,13 @@ def component_levels(component: ComponentPass) -> ComponentLevels | None:
     """The levels of a component's encode or decode, without laying it out; None where it is loaded or run in another
     form than it was recorded in."""
     recorded = component.dtype in ("bf16", "fp32") or (component.dtype == "fp16" and not component.kept_in_fp32)
-    if component.tape is None or component.offload != "none" or component.cast or not recorded:
+    if (
+        component.tape is None
+        or component.offload != "none"
+        or component.cast
+        or component.second_table
+        or not recorded
+    ):
         return None
     levels = PartLevels(component.tape, component.part)
     loaded = PartLevels(component.tape, component.part._replace(batch=1)).piece("load")

@@ -12,8 +12,16 @@ from planner.layout.encoders_vae.component_pass import encoders
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, last_encoder_in_model, positions_in_fp64
 from planner.tape.program import Stage
+from planner.units import power_of_two
+
+MODEL_OFFLOAD = "model-offload"
+"""The version of memory terms with --enable_model_cpu_offload."""
+
+BEFORE_JUNE_2025 = "2025-03"
+"""The version of examples/wanvideo/train_wan_t2v.py at a25bd74d: ``ModelManager(device="cpu")``."""
 
 COMPLEX128 = 16
+HALF, FP32 = 2, 4
 
 
 def table_with_each_checkpoint(run: Run) -> None:
@@ -54,9 +62,72 @@ def caches_kept_by_vae(run: Run) -> None:
         run.free(optimizer, sorted(kept))
 
 
+def table_of_words_twice(run: Run) -> None:
+    """FLUX.1's T5 is loaded with the tensor of its table of words read twice, once for each of its two names
+    (diffsynth/utils/state_dict_converters/flux_text_encoder_t5.py; ``DiskMap.__getitem__`` reads anew)."""
+    run.device.encoders_in_one_format = run.facts.model.trained_with("diffsynth", "table-of-words-twice")
+
+
+FIRST: tuple[Transform, ...] = (table_of_words_twice,)
+
+
+def scores_of_vae_whole(run: Run) -> None:
+    """FLUX.1's VAE has its one attention behind convolutions of 1x1, whose outputs are turned without a copy
+    (diffsynth/models/flux_vae.py ``ConvAttention``). Their numbers do not lie side by side, which every kernel wants,
+    so torch makes the scores of all pairs (ATen sdp_utils.cpp ``check_last_dim_stride_equals_1_dense``)."""
+    stage, model = run.phases.encode, run.facts.model
+    if stage is None or not model.trained_with("diffsynth", "vae-attention-whole"):
+        return
+    _, rows, columns = model.shape.patch
+    positions = run.grid["H"] * rows * run.grid["W"] * columns
+    pairs, width = run.grid["B"] * positions**2, int(model.vae.config["block_out_channels"][-1])
+    numbers = run.grid["B"] * positions * width
+    for at, (moment, events) in enumerate(stage.stretches):
+        if moment.block >= 0:
+            continue  # a text encoder's layer
+        for place in [at for at, event in enumerate(events) if _is_attention(run, event, HALF * numbers)][::-1]:
+            made = _whole_attention(run, pairs, numbers)
+            events = [*events[: place + 1], *made, *events[place + 1 :]]
+        stage.stretches[at] = (moment, events)
+
+
+def _is_attention(run: Run, event: int, nbytes: int) -> bool:
+    """Whether an event makes an attention's output of so many bytes."""
+    return event >= 0 and run.sizes[event] == nbytes and run.program.op[event].startswith("_scaled_dot_product")
+
+
+def _whole_attention(run: Run, pairs: int, numbers: int) -> list[int]:
+    """What torch's math kernel makes of inputs in bf16: queries, keys and values in fp32, two of them scaled, scores,
+    their softmax, which of them are minus infinity, and the softmax in 16 bits (ATen attention.cpp
+    ``_scaled_dot_product_attention_math``, ``_safe_softmax``; in this order on a virtual GPU, torch 2.13)."""
+    copies = [run.new(FP32 * numbers, "temporary", "attention in fp32") for _ in range(6)]
+    scores, softmax = (run.new(FP32 * pairs, "temporary", "scores of all pairs") for _ in range(2))
+    infinite, half = (run.new(width * pairs, "temporary", "scores of all pairs") for width in (1, 2))
+    made = [*copies[:5], scores, ~copies[4], softmax, infinite, ~infinite, ~scores, half, copies[5]]
+    return [*made, ~copies[5], ~softmax, *(~copy for copy in copies[:4]), ~half]
+
+
+def read_through_pinned_memory(run: Run) -> None:
+    """Files are read to the GPU tensor by tensor (diffsynth/core/vram/disk_map.py: ``safe_open(device=...)``), and each
+    in a pinned tensor on its way (safetensors 0.8, bindings/python/src/lib.rs at e9091e1: ``get_tensor_pinned_cuda``).
+    torch keeps that memory, in powers of two, one of each."""
+    loads_on_the_cpu = MODEL_OFFLOAD in run.trainer or run.trainer.endswith(BEFORE_JUNE_2025)
+    if loads_on_the_cpu or run.strategy.sharding == "zero-3":
+        return
+    names = [component.name for component in encoders(run, "resident", 1)]
+    sizes = [run.sizes[buffer] for name in names for buffer in run.named(f"weight of {name}").values()]
+    half = run.facts.model.traits.published_dtype != "fp32" or run.strategy.weights(run.job.method) == "fp32"
+    trained = run.named("gradient") if run.job.method == "lora" else {}
+    weights = (run.sizes[buffer] for name, buffer in run.named("weight").items() if name not in trained)
+    sizes += [nbytes if half else 2 * nbytes for nbytes in weights]
+    pinned = sum({power_of_two(nbytes) for nbytes in sizes})
+    run.host.extra_bytes += pinned
+    run.host.pinned_bytes += pinned
+
+
 TERMS: tuple[Transform, ...] = (
     *(positions_in_fp64("diffsynth"), table_with_each_checkpoint, checkpoints_saved_on_cpu),
-    *(caches_kept_by_vae, last_encoder_in_model("diffsynth")),
+    *(caches_kept_by_vae, scores_of_vae_whole, last_encoder_in_model("diffsynth"), read_through_pinned_memory),
 )
 
 
@@ -88,9 +159,6 @@ def _in_turn(run: Run, stage: Stage, nbytes: int) -> None:
     run.place(stage, [here], "layers in turn", at=0)
     run.free(stage, [here])
 
-
-MODEL_OFFLOAD = "model-offload"
-"""The version of memory terms with --enable_model_cpu_offload."""
 
 BY_VERSION: dict[str, tuple[Transform, ...]] = {MODEL_OFFLOAD: (weights_in_turn,)}
 """With a flag that no field of a plan says."""

@@ -6,7 +6,7 @@ Latents and prompts are always cached, and its evaluation is a loss on held-out 
 from __future__ import annotations
 
 from planner.layout.adapters import MORE_ADAPTERS
-from planner.layout.encoders_vae.component_layout import alive_after, load_component
+from planner.layout.encoders_vae.component_layout import alive_after, load_component, run_component
 from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER, encoders
 from planner.layout.phases import take_sizes
 from planner.layout.run import STRATEGY_MOMENT, Run, Transform
@@ -91,17 +91,27 @@ def loaded_on_the_cpu(run: Run) -> None:
         from_pretrained(run, weights)
 
 
+def text_encoder_read(run: Run) -> None:
+    """Wan's text encoder is read from a ``.pth`` before latents and prompts are cached (models/wan/t5.py
+    ``T5EncoderModel``: ``torch.load`` without ``mmap``), and gone before the model is loaded (utils/dataset.py
+    ``cache``: ``to("meta")``). One that ``llm_path`` names as safetensors is mapped, which is not told."""
+    run.host.encoders_read = run.facts.model.trained_with("diffusion-pipe", "text-encoder-read")
+
+
 def encoders_before_the_model(run: Run) -> None:
-    """Latents and prompts are cached by the process that trains, one encoder on the GPU after another, and the
-    allocator's cache is emptied only once the model is there (utils/dataset.py ``_handle_task``; train.py before its
-    loop). So the model's weights come to lie in segments that the encoders left."""
+    """Latents and prompts are cached by the process that trains, the VAE on the GPU and then one text encoder after
+    another, and the allocator's cache is emptied only once the model is there (utils/dataset.py ``_cache_fn``,
+    ``_handle_task``; train.py before its loop). So text encoders and the model come to lie in segments that what went
+    before them left."""
     if run.strategy.text_encoder != "cached":
         return
     first = len(run.program.buffers)
     turns: list[tuple[Moment, list[int]]] = []
-    for component in encoders(run, "cached", 1):
-        loading, _ = load_component(run.program, component)
-        turns += [*loading.stretches, (STRATEGY_MOMENT, [~buffer for buffer in alive_after(loading)])]
+    for component in sorted(encoders(run, "cached", 1), key=lambda each: each.name != run.facts.model.vae.folder):
+        loading, blocks = load_component(run.program, component)
+        done = run_component(run.program, component, blocks)
+        gone = [*alive_after(done), *alive_after(loading)]
+        turns += [*loading.stretches, *done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in gone])]
     take_sizes(run, first)
     run.load.stretches = [*turns, *run.load.stretches]
     run.empty_cache.after_load = True
@@ -125,6 +135,7 @@ def conditioner_kept(run: Run) -> None:
 TERMS: tuple[Transform, ...] = (
     *(
         loaded_on_the_cpu,
+        text_encoder_read,
         encoders_before_the_model,
         last_encoder_stays,
         modulation_in_8_bits("diffusion-pipe"),

@@ -1,7 +1,7 @@
 """OneTrainer, read at 23df3832 (files are those below ``modules``).
 
-A part of a model waits in host RAM (``temp_device``) until it is wanted: text encoders and VAE while latents and
-prompts are cached, one at a time, then the model alone (modelSetup, ``materialize_only``).
+A part of a model waits in host RAM (``temp_device``) until it is wanted: the VAE while latents are cached, all text
+encoders while prompts are, then the model alone (modelSetup, ``materialize_only``).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import math
 from collections.abc import Iterator, Sequence
 
 from planner.layout.adapters import linear_layers
+from planner.layout.checkpoints.recomputation import CAST
 from planner.layout.cublas import kept_workspaces, workspace_bytes
 from planner.layout.encoders_vae.component_layout import load_component
-from planner.layout.encoders_vae.component_pass import ComponentPass, encoders
+from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER, ComponentPass, encoders
 from planner.layout.phases import take_sizes
 from planner.layout.run import Run, Transform
-from planner.layout.single_gpu import weights_made_anew
+from planner.layout.single_gpu import swapped_host_bytes, weights_made_anew
 from planner.layout.trainer_terms.kohya_lora import inputs_as_they_are
 from planner.layout.trainer_terms.lora_layers import (
     adapters_on_linear_layers,
@@ -25,6 +26,7 @@ from planner.layout.trainer_terms.lora_layers import (
     width_of,
 )
 from planner.layout.trainer_terms.lycoris.whole_changes import HADAMARD_KEPT, KRONECKER, whole_changes
+from planner.layout.trainer_terms.sd_scripts.unet import kept_before_adapters
 from planner.layout.trainer_terms.shared import modulation_in_8_bits
 from planner.tape.program import Moment, Stage
 
@@ -40,6 +42,9 @@ SMALLEST_MATRIX = 2**16
 ALIGNMENT = 4096
 HALF = 2
 MOST_BUFFERS = 10
+LEAST_LOADED = 2
+"""Layers."""
+
 LEAD = Moment("step", "forward", "", -1)
 """What a step does before its blocks."""
 
@@ -47,38 +52,50 @@ LEAD = Moment("step", "forward", "", -1)
 def layers_in_buffers(run: Run) -> None:
     """``offload_fraction``: the layers that are on the GPU lie in buffers that stay, and the next ones are fetched into
     them (util/LayerOffloadConductor.py). Together they hold the share of the layers that is not offloaded, and each one
-    more tensor of the largest size (``StaticLayerAllocator.allocate_cache``)."""
+    more tensor of the largest size (``StaticLayerAllocator.allocate_cache``). Those in host RAM lie in such buffers
+    too, registered with CUDA, with room for one more layer (``max_offloaded_bytes``)."""
     count = run.strategy.swap_blocks
     if not count:
         return
     blocks = run.swappable_weights
     layers = list(blocks.values())
-    total = sum(map(run.total_bytes, layers))
-    loaded = _most_loaded([run.total_bytes(layer) for layer in layers], total * (len(layers) - count) // len(layers))
+    sizes = [run.total_bytes(layer) for layer in layers]
+    loaded = _loaded_bytes(sizes, sum(sizes) * (len(layers) - count) // len(layers))
     largest = max(run.sizes[buffer] for layer in layers for buffer in layer)
-    buffers = min(-(-int(0.1 * loaded) // largest), -(-loaded // (2 * largest)), MOST_BUFFERS)
     rings = [buffer for buffer, op in enumerate(run.program.op) if op == "swap ring"]
     weights = set(itertools.chain.from_iterable(layers))
     run.drop(run.load, (*rings, *weights))
     anew = weights & run.shared(weights_made_anew)  # the buffers hold them
     for stage in filter(None, (run.first_step, run.step, run.accumulate)):
         run.drop(stage, anew)
-    for _ in range(buffers):
-        run.add(run.load, math.ceil(loaded / buffers) + largest + ALIGNMENT, "buckets", "buffer of layers")
+    for nbytes in _buffers(max(loaded), largest):
+        run.add(run.load, nbytes, "buckets", "buffer of layers")
+    waiting = sum(_buffers(sum(sizes) - min(loaded) + max(sizes), largest)) - swapped_host_bytes(run)
+    run.host.extra_bytes += waiting
+    run.host.pinned_bytes += waiting
 
 
-def _most_loaded(layers: Sequence[int], limit: int) -> int:
-    """The most bytes of neighbouring layers that are on the GPU together: two at the least
+def _buffers(nbytes: int, largest: int) -> list[int]:
+    """The sizes of the buffers that layers of so many bytes lie in."""
+    count = min(math.ceil(int(0.1 * nbytes) / largest), math.ceil(nbytes / (2 * largest)), MOST_BUFFERS)
+    return [math.ceil(nbytes / count) + largest + ALIGNMENT] * count
+
+
+def _loaded_bytes(layers: Sequence[int], limit: int) -> list[int]:
+    """Bytes of the layers that are on the GPU together as each one runs: of neighbours as many as fit, two at the
+    least, before the next forward and, forwards and backwards, before the turn
     (``LayerOffloadStrategy.__get_layers_below``)."""
-    most = 0
-    for first in range(len(layers)):
-        together = 0
-        for number, layer in enumerate((*layers[first:], *layers[:first])):
-            if together + layer > limit and number >= 2:
-                break
-            together += layer
-        most = max(most, together)
-    return most
+    count, found = len(layers), []
+    for first in range(count):
+        ahead, back = range(first, count), range(first, -1, -1)
+        for order in ((*ahead, *range(first)), (*ahead, *back[1:]), (*back, *ahead[1:])):
+            together = 0
+            for number, layer in enumerate(order):
+                if together + layers[layer] > limit and number >= LEAST_LOADED:
+                    break
+                together += layers[layer]
+            found.append(together)
+    return found
 
 
 def statistics_kept(run: Run) -> None:
@@ -105,7 +122,7 @@ def _quantised(run: Run, encoder: ComponentPass) -> Iterator[int]:
     assert encoder.tape is not None
     for name, buffer in run.program.named.get(encoder.weights, {}).items():
         elements = int(run.program.plain_bytes(buffer) / encoder.bytes_per_parameter)
-        kept = encoder.kept_in_fp32 and name.endswith(encoder.kept_in_fp32)
+        kept = encoder.kept_in_16_bits and name.endswith(encoder.kept_in_16_bits)
         if encoder.tape.block_of(name) and not kept and elements >= SMALLEST_MATRIX:
             yield elements
 
@@ -115,6 +132,25 @@ def _statistics(elements: int) -> int:
     of both formats' values (bitsandbytes functional.py ``quantize_4bit``, ``compress_statistics``)."""
     scales = elements // NF4_BLOCK
     return scales + FP32 * (scales // SCALES_BLOCK + SCALES_BLOCK + NF4_VALUES)
+
+
+def parts_in_host_ram(run: Run) -> None:
+    """Each part is loaded in its format into host RAM, where only what its file has in that format stays mapped
+    (modelLoader/mixin/HFModelLoaderMixin.py ``__load_sub_module``: ``value.to``), and quantised there, layer by layer
+    over the GPU (module/quantized/LinearFp8.py, LinearNf4.py ``quantize``). It first goes to the GPU, then back while
+    others encode, and what has encoded stays (model/BaseModel.py ``materialize_only``, ``component.to``)."""
+    cached = "cached" in (run.strategy.text_encoder, run.strategy.vae)
+    run.host.waits_for_latents = run.host.cached_parts_stay = cached
+    weights = run.strategy.weights(run.job.method)
+    if weights != run.facts.model.traits.published_dtype:
+        run.host.loaded_bytes = BYTES_PER_PARAMETER[weights]
+
+
+def text_encoders_together(run: Run) -> None:
+    """All text encoders are on the GPU while prompts are cached (modelSetup/Base*Setup.py ``prepare_text_caching``).
+    What transformers would keep in fp32 is loaded in ``train_dtype`` or with the rest, and a tied table of words is
+    made a parameter of its own, which moves by itself (modelLoader/mixin/HFModelLoaderMixin.py)."""
+    run.device.text_encoders_together = run.device.encoders_in_one_format = True
 
 
 def workspace_of_caching(run: Run) -> None:
@@ -181,14 +217,67 @@ def _checkpoint_prologue(run: Run, stage: Stage, first_size: int, last_size: int
     stage.stretches[tail] = (stage.stretches[tail][0], [*backward, ~kept])
 
 
+CONVOLUTION, CONVOLUTION_BACKWARD = "convolution", "convolution_backward"
+"""Operators."""
+
+
+def convolutions_with_adapters(run: Run) -> None:
+    """An adapter of a convolution keeps its own copy of the layer's input where a checkpointed block is computed again,
+    and the input has a gradient from both (module/LoRAModule.py ``delta_forward``), which autograd sums into a third
+    tensor (torch input_buffer.cpp ``accumulate``). The adapter, made later, is first in backward, and its copy gone."""
+    if run.strategy.autocast == "none":
+        return
+    for stage in filter(None, (run.first_step, run.step, run.accumulate)):
+        for at, (moment, events) in enumerate(stage.stretches):
+            if moment.passes == "backward":
+                stage.stretches[at] = (moment, _with_convolution_adapters(run, events))
+
+
+def gradient_before_attention(run: Run) -> None:
+    """With an adapter on its first layer a U-Net's backward goes to its end, where a recording's ends at the first
+    attention."""
+    if run.job.method == "lora" and run.facts.model.traits.stages:
+        kept_before_adapters(run, "none" if run.strategy.gradient_checkpointing == "none" else "full")
+
+
+def _with_convolution_adapters(run: Run, events: Sequence[int]) -> list[int]:
+    """The events of a backward pass with what adapters of its convolutions add."""
+    op, sizes = run.program.op, run.sizes
+    copies: dict[int, int] = {}
+    before: dict[int, list[int]] = {}
+    behind: dict[int, list[int]] = {}
+    for at, event in enumerate(events):
+        following = events[at + 1] if at + 1 < len(events) else -1
+        if event < 0:
+            continue
+        if op[event] == CAST and following >= 0 and op[following] == CONVOLUTION and ~event in events[at:]:
+            copies[event] = run.new(sizes[event], "activation", "input of an adapter")
+            behind[at] = [copies[event]]
+        elif op[event] == CONVOLUTION_BACKWARD:
+            cast = next((each for each in events[at + 1 :] if each >= 0), event)
+            in_fp32 = op[cast] == CAST and sizes[cast] == 2 * sizes[event]
+            made = events.index(cast, at) if in_fp32 else at
+            nbytes = sizes[cast] if in_fp32 else sizes[event]
+            own, total = (run.new(nbytes, "temporary", name) for name in ("adapter's gradient", "sum of both"))
+            read = next((~each for each in events[at : made + 1] if each < 0 and ~each in copies), None)
+            before[at] = [own] if read is None else [own, ~copies.pop(read)]
+            behind[made] = [*behind.get(made, ()), total, ~own, ~total]
+    for event, copy in copies.items():
+        gone = events.index(~event)
+        behind[gone] = [*behind.get(gone, ()), ~copy]
+    return [each for at, event in enumerate(events) for each in (*before.get(at, ()), event, *behind.get(at, ()))]
+
+
 def _frees(buffers: Sequence[int]) -> list[int]:
     return [~buffer for buffer in buffers]
 
 
+FIRST: tuple[Transform, ...] = (text_encoders_together,)
 TERMS: tuple[Transform, ...] = (
     modulation_in_8_bits("onetrainer"),
     layers_in_buffers,
     statistics_kept,
+    parts_in_host_ram,
     workspace_of_caching,
     inputs_as_they_are,
     joint_tensor_kept,
@@ -212,7 +301,10 @@ def encoders_offloaded(run: Run) -> None:
 
 _LAYERS: dict[str, tuple[Transform, ...]] = {
     "": (),
-    EVERY_LAYER: (adapters_on_linear_layers(of_blocks=False), inputs_of_convolutions),
+    EVERY_LAYER: (
+        *(adapters_on_linear_layers(of_blocks=False), inputs_of_convolutions),
+        *(convolutions_with_adapters, gradient_before_attention),
+    ),
     LAYERS_OF_BLOCKS: (adapters_on_linear_layers(of_blocks=True),),
 }
 _ADAPTERS = {"": None, LOHA: HADAMARD_KEPT, LOKR: KRONECKER}

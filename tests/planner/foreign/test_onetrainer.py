@@ -95,3 +95,43 @@ def test_adapters_are_priced_as_the_lora_with_as_many_numbers(
     assert told.version.endswith(version)
     noted = any(f"priced as a LoRA of rank {rank}," in note for note in told.notes)
     assert noted == ("peft_type" in changes)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "step"),
+    [({}, "loop"), ({"fused": True}, "fused"), ({"foreach": True}, "foreach"), ({"optimizer": "ADAFACTOR"}, "foreach")],
+)
+def test_adamw_steps_as_its_switches_say(optimizer: dict[str, Any], step: str, tmp_path: Path) -> None:
+    assert read(tmp_path, optimizer=optimizer).strategy["optimizer_step"] == step
+
+
+FULL = {"training_method": "FINE_TUNE", "transformer": {"weight_dtype": "BFLOAT_16"}}
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"fused": True}])
+def test_a_step_in_backward_switches_off_what_forbids_it(optimizer: dict[str, Any], tmp_path: Path) -> None:
+    """modules/util/create.py: "fused_back_pass" is only allowed when "fused" and "foreach" are disabled."""
+    words = words_of(tmp_path, {"optimizer_step": "backward"}, **FULL, optimizer=optimizer)
+    assert words == ["optimizer.fused_back_pass: true", *(["optimizer.fused: false"] if optimizer else [])]
+
+
+@pytest.mark.parametrize(("threads", "more"), [({}, ["dataloader_threads: 1"]), ({"dataloader_threads": 1}, [])])
+def test_an_offloaded_text_encoder_has_one_thread(threads: dict[str, Any], more: list[str], tmp_path: Path) -> None:
+    """modules/util/create.py ``create_data_loader`` raises where more than one caches; two are the default."""
+    words = words_of(tmp_path, {"version": "encoders-offloaded"}, **threads)
+    assert words == ["text_encoder.offload_fraction: 1.0", *more]
+
+
+def words_of(folder: Path, change: dict[str, Any], **changes: Any) -> list[str]:
+    """What `check` says to write into a config for a change."""
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    dialect, given = dialects.read_script(from_file(folder / "config.json"))
+    (move,) = [move for move in dialect.moves if dict(move.changes) == change]
+    assert move.words_for is not None
+    return list(move.words_for(given.settings))
+
+
+def test_a_preset_of_layers_chooses_none_by_itself(tmp_path: Path) -> None:
+    chosen = read(tmp_path, layer_filter_preset="attn-mlp", layer_filter="attention")
+    assert not any("layer_filter_preset" in note for note in chosen.notes)
+    assert any("puts adapters on every layer" in note for note in read(tmp_path, layer_filter_preset="attn-mlp").notes)

@@ -78,8 +78,13 @@ def latents_with_gradient(run: Run) -> None:
     LoRA has nothing of them; with checkpoints they keep their input alone."""
     if run.job.method != "lora" or run.strategy.gradient_checkpointing != "none":
         return
+    kept_before_adapters(run, "none")
+
+
+def kept_before_adapters(run: Run, checkpointing: str) -> None:
+    """Adds what the blocks before the first recorded adapter keep for a backward through them, as in full training."""
     adapted = {run.facts.step.block_of(f"{layer}.weight") for layer in adapted_layers(run)}
-    strategy = Strategy.read({"weights_dtype": "bf16", "autocast": "bf16", "gradient_checkpointing": "none"})
+    strategy = Strategy.read({"weights_dtype": "bf16", "autocast": "bf16", "gradient_checkpointing": checkpointing})
     whole_job = run.job.replace(method="full", lora_targets=None, lora_dropout=0.0)
     whole = Configuration.of(whole_job, strategy, of_recordings(run))
     try:
@@ -90,8 +95,8 @@ def latents_with_gradient(run: Run) -> None:
         blocks = [(moment.module_list, moment.block) for moment, _ in stage.stretches]
         first = next((at for at, block in enumerate(blocks) if block in adapted), 0)
         sizes = [nbytes for block in dict.fromkeys(blocks[:first]) for nbytes in kept.get(block, ())]
-        buffers = list(run.add_new(sizes, "activation", "kept for the latents' gradient"))
-        run.place(stage, buffers, "kept for the latents' gradient", at=first)
+        buffers = list(run.add_new(sizes, "activation", "kept for a gradient before adapters"))
+        run.place(stage, buffers, "kept for a gradient before adapters", at=first)
         run.free(stage, buffers)
 
 

@@ -11,13 +11,15 @@ import pytest
 from planner import dialects
 from planner.catalog.shapes import grid
 from planner.dialects.base.script import from_file
+from planner.estimate.host_ram import PROCESS_BYTES, HostRam, host_ram
 from planner.estimate.stages import replay_stages
 from planner.foreign.case import read_case
 from planner.foreign.check import check_case
+from planner.layout.encoders_vae.component_pass import encoders
 from planner.layout.pipeline import lay_out
 from planner.layout.recordings import load_facts
 from planner.layout.run import Run
-from planner.layout.trainer_terms.onetrainer import _most_loaded
+from planner.layout.trainer_terms.onetrainer import _loaded_bytes
 
 MIB = 2**20
 FROZEN = {"train": False, "weight_dtype": "BFLOAT_16"}
@@ -63,7 +65,7 @@ def test_layers_lie_in_buffers_as_large_as_what_is_not_offloaded(tmp_path: Path)
     ("layers", "limit", "most"), [((4, 4, 4, 4), 9, 8), ((4, 4, 4, 4), 3, 8), ((1, 1, 6, 6), 8, 12), ((5,), 9, 5)]
 )
 def test_two_layers_are_there_at_the_least(layers: tuple[int, ...], limit: int, most: int) -> None:
-    assert _most_loaded(layers, limit) == most
+    assert max(_loaded_bytes(layers, limit)) == most
 
 
 def test_without_a_filter_every_linear_layer_has_an_adapter(tmp_path: Path) -> None:
@@ -172,3 +174,62 @@ def test_what_fuses_the_states_of_a_prompt_is_checkpointed_too(tmp_path: Path) -
 
 def sizes_of(run: Run, name: str) -> list[int]:
     return [run.sizes[buffer] for buffer, op in enumerate(run.program.op) if op == name]
+
+
+def host_of(run: Run) -> HostRam:
+    return host_ram(run, run.machine)
+
+
+def test_offloaded_layers_are_registered_in_buffers_with_room_for_one_more(tmp_path: Path) -> None:
+    """What is not loaded, one more layer (a double block has the most), and a tenth for ten buffers at most."""
+    run = run_of(tmp_path, transformer={"weight_dtype": "BFLOAT_16", "offload_fraction": 0.5})
+    layers = [run.total_bytes(layer) for layer in run.swappable_weights.values()]
+    loaded = _loaded_bytes(layers, sum(layers) * 29 // 57)
+    waiting = sum(layers) - min(loaded) + max(layers)
+    assert waiting < host_of(run).pinned_bytes < 1.1 * waiting + 10 * 4096
+
+
+def test_what_encoded_stays_in_host_ram(tmp_path: Path) -> None:
+    """CLIP, T5 with its table of 32128 words once more, and the VAE in bf16; beside the whole model as they encode."""
+    run = run_of(tmp_path, vae={"weight_dtype": "BFLOAT_16"})
+    parameters = sum(encoder.parameters for encoder in run.facts.model.text_encoders) + run.facts.model.vae.parameters
+    stays = 2 * (parameters + 32128 * 4096)
+    phases = host_of(run).phases
+    assert phases["train"] - host_of(run_of(tmp_path, latent_caching=False)).phases["train"] == pytest.approx(
+        stays, abs=MIB * 8
+    )
+    model = run.total_bytes(run.named("weight").values())
+    assert phases["encode"] == pytest.approx(PROCESS_BYTES + stays + model, abs=MIB)
+
+
+def test_a_model_in_the_format_of_its_files_stays_mapped(tmp_path: Path) -> None:
+    """FLUX.1 is published in bf16; in 8 bits its 11.9 billion numbers are made in host RAM."""
+    mapped, made = run_of(tmp_path), run_of(tmp_path, transformer={"weight_dtype": "FLOAT_8"})
+    assert mapped.host.loaded_bytes == 0
+    assert made.host.loaded_bytes == 1
+
+
+def test_text_encoders_keep_one_format(tmp_path: Path) -> None:
+    """T5's 24 layers ``wo`` of 4096 by 10240 are not quantised, nor its table of words, which is there twice."""
+    words, kept = 32128 * 4096, 24 * 10240 * 4096
+    quantised = run_of(tmp_path, text_encoder_2={"train": False, "weight_dtype": "FLOAT_8"})
+    (encoder,) = [each for each in encoders(quantised, "cached", 1) if each.second_table]
+    assert encoder.weight_bytes == encoder.parameters - words - kept + 2 * (words + kept) + 2 * words
+
+
+def test_a_unet_s_convolutions_have_adapters_where_blocks_are_computed_again(tmp_path: Path) -> None:
+    """SDXL's last residual blocks join 960 channels of 128x128: an adapter keeps its own copy of that in 16 bits, and
+    the input of the shortcut has a gradient from both."""
+    run = run_of(
+        tmp_path,
+        model_type="STABLE_DIFFUSION_XL_10_BASE",
+        resolution="1024",
+        unet={"weight_dtype": "FLOAT_16"},
+        train_dtype="FLOAT_16",
+    )
+    joined = 960 * 128 * 128
+    last = [events for moment, events in run.step.stretches if (moment.passes, moment.block) == ("backward", 2)]
+    made = [(run.program.op[event], run.sizes[event]) for events in last for event in events if event >= 0]
+    assert ("input of an adapter", 2 * joined) in made
+    assert {nbytes for op, nbytes in made if op == "sum of both"} >= {2 * joined, 4 * joined}
+    assert run.job.lora_targets == run.facts.model.lora.wide

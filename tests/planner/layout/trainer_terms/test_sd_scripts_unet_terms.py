@@ -22,7 +22,7 @@ from planner.units import GIB
 FLAGS = (
     "--train_batch_size 1 --network_module networks.lora --mixed_precision bf16 --cache_latents --sdpa --network_dim 16"
 )
-NAME = "kept for the latents' gradient"
+NAME = "kept for a gradient before adapters"
 
 
 def run_of(folder: Path, script: str, *flags: str) -> Run:
