@@ -40,7 +40,8 @@ class PublicThread(Record):
     trainer: str
     """the file that it is a row of"""
     collected: str
-    """the day it was found on; rows of one day were all found before any of them was priced"""
+    """the day it was found on, and a letter where it is that day's second collection; the rows of one collection were
+    all found before any of them was priced"""
     date: str | None = None
     kind: Literal["report", "documentation"] = "report"
     """a run that somebody reported, or what the trainer's own pages say that a setting takes"""
