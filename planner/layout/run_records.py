@@ -145,9 +145,9 @@ class HostTerms:
     loaded_for_swapping: bool = False
     """whether that is so only where blocks are swapped"""
 
-    encoders_loaded: Literal["held", "mapped", "read"] = "held"
-    """text encoders and the VAE in host RAM while the model is loaded: as training holds them there, still mapped, or
-    read whole wherever training has them"""
+    encoders_loaded: Literal["held", "mapped", "read", "fp32"] = "held"
+    """text encoders and the VAE in host RAM while the model is loaded: as training holds them there, still mapped, read
+    whole wherever training has them, or the same in fp32 with the VAE"""
 
     maps_files: bool = True
     """whether weight files are mapped while the model is loaded, not read"""
