@@ -55,7 +55,7 @@ class EmptyCache:
 
 
 class ZeroSettings(NamedTuple):
-    """DeepSpeed's bucket and sub-group sizes, in elements; the defaults are DeepSpeed's."""
+    """DeepSpeed's bucket and sub-group sizes, in elements, and what it pins; the defaults are DeepSpeed's."""
 
     reduce_bucket: int = 500_000_000
     """``reduce_bucket_size``: allocated whole, however small the model"""
@@ -71,6 +71,10 @@ class ZeroSettings(NamedTuple):
     """``stage3_param_persistence_threshold``: smaller parameters stay whole on every rank"""
     overlap: bool = False
     """``overlap_comm`` in stages 1 and 2: a second bucket is filled while one is reduced"""
+    pin_params: bool = True
+    """``offload_param.pin_memory``"""
+    pin_optimizer: bool = True
+    """``offload_optimizer.pin_memory``"""
 
 
 class DeviceTerms:
