@@ -121,9 +121,10 @@ def _kept_by_block(configuration: Configuration, shape: tuple[tuple[str, int], .
 def loaded_in_fp32(run: Run) -> None:
     """A checkpoint is read into models in fp32 on the CPU, whatever its file has: the U-Net, the text encoders and the
     VAE, one process after another (library/model_util.py ``load_models_from_stable_diffusion_checkpoint``;
-    library/sdxl_model_util.py ``_load_state_dict_on_device``, "dtype will use fp32 as default"). SDXL's U-Net alone is
-    in 16 bits there, with ``--full_fp16`` or ``--full_bf16`` (library/sdxl_train_util.py ``match_mixed_precision``). Of
-    a folder in diffusers' layout what its files have in fp32 stays mapped, which is not told apart here."""
+    library/sdxl_model_util.py ``_load_state_dict_on_device``, "dtype will use fp32 as default"). SDXL's U-Net is in 16
+    bits there with ``--full_fp16`` or ``--full_bf16`` (library/sdxl_train_util.py ``match_mixed_precision``), its VAE
+    too, which is counted in fp32. Of a folder in diffusers' layout what its files have in fp32 stays mapped, which is
+    not told apart here."""
     sixteen = _of_sdxl(run) and Precision.of(run.job, run.strategy).trained == "half"
     run.host.loaded_bytes = BYTES_PER_PARAMETER["bf16" if sixteen else "fp32"]
     run.host.encoders_loaded = "fp32"
