@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -40,7 +40,8 @@ class PublicThread(Record):
     trainer: str
     """the file that it is a row of"""
     collected: str
-    """the day it was found on; rows of one day were all found before any of them was priced"""
+    """the day it was found on, and a letter where it is that day's second collection; the rows of one collection were
+    all found before any of them was priced"""
     date: str | None = None
     kind: Literal["report", "documentation"] = "report"
     """a run that somebody reported, or what the trainer's own pages say that a setting takes"""
@@ -75,7 +76,8 @@ class PublicThread(Record):
         if not self.command and not self.files:
             raise VplanError(f"thread {self.id} has neither command nor file", "add one")
         for name in self.files:
-            if not name.startswith(self.id):  # the current folder is looked in first: no file there has such a name
+            # the current folder is looked in first: no file there has such a name
+            if not any(part.startswith(self.id) for part in PurePosixPath(name).parts):
                 raise VplanError(f"thread {self.id}: file {name} has another's name", f"begin it with {self.id}")
         return self
 
@@ -90,6 +92,7 @@ class PublicThread(Record):
     def script(self, folder: Path) -> Script:
         """The row as `check` is given it, with its files written into a folder."""
         for name, text in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
         if not self.command:
             return from_file(folder / next(iter(self.files)))

@@ -161,7 +161,16 @@ def staying_parts_bytes(run: Run) -> int:
 def loaded_encoders_bytes(run: Run) -> int:
     """Host RAM, bytes, of text encoders and the VAE while the model is loaded."""
     how = run.host.encoders_loaded
+    if how == "fp32":
+        return components_in_fp32(run)
     return 0 if how == "mapped" else encoders_bytes(run) if how == "read" else components_host_bytes(run)
+
+
+def components_in_fp32(run: Run) -> int:
+    """The weights of the text encoders and the VAE in fp32, bytes."""
+    model = run.facts.model
+    counts = (encoder.parameters for encoder in model.text_encoders)
+    return int(BYTES_PER_PARAMETER["fp32"] * (sum(counts) + model.vae.parameters))
 
 
 def encoders_bytes(run: Run) -> int:

@@ -55,7 +55,7 @@ class EmptyCache:
 
 
 class ZeroSettings(NamedTuple):
-    """DeepSpeed's bucket and sub-group sizes, in elements; the defaults are DeepSpeed's."""
+    """DeepSpeed's bucket and sub-group sizes, in elements, and what it pins; the defaults are DeepSpeed's."""
 
     reduce_bucket: int = 500_000_000
     """``reduce_bucket_size``: allocated whole, however small the model"""
@@ -71,6 +71,10 @@ class ZeroSettings(NamedTuple):
     """``stage3_param_persistence_threshold``: smaller parameters stay whole on every rank"""
     overlap: bool = False
     """``overlap_comm`` in stages 1 and 2: a second bucket is filled while one is reduced"""
+    pin_params: bool = True
+    """``offload_param.pin_memory``"""
+    pin_optimizer: bool = True
+    """``offload_optimizer.pin_memory``"""
 
 
 class DeviceTerms:
@@ -149,9 +153,9 @@ class HostTerms:
     loaded_for_swapping: bool = False
     """whether that is so only where blocks are swapped"""
 
-    encoders_loaded: Literal["held", "mapped", "read"] = "held"
-    """text encoders and the VAE in host RAM while the model is loaded: as training holds them there, still mapped, or
-    read whole wherever training has them"""
+    encoders_loaded: Literal["held", "mapped", "read", "fp32"] = "held"
+    """text encoders and the VAE in host RAM while the model is loaded: as training holds them there, still mapped, read
+    whole wherever training has them, or the same in fp32 with the VAE"""
 
     maps_files: bool = True
     """whether weight files are mapped while the model is loaded, not read"""

@@ -217,6 +217,11 @@ def translate(dialect: Dialect, invocation: Invocation) -> Translation:
         fields |= entry.to_fields(invocation.settings)
     if invocation.settings.get("launch:--use_fsdp") and fields["sharding"] != "fsdp":
         raise VplanError(f"FSDP of accelerate's launch is not priced with {dialect.title}", "leave --use_fsdp out")
+    launch = {"launch:--zero_stage": 2} | dict(invocation.settings)
+    staged = launch.get("launch:--use_deepspeed") and int(launch["launch:--zero_stage"]) > 0
+    if staged and not fields["sharding"].startswith("zero"):
+        fault = f"DeepSpeed of accelerate's launch is not priced with {dialect.title}"
+        raise VplanError(fault, "leave --use_deepspeed out")
     # Behind the fields: that a job is not known at all says more than that one of its options is not priced.
     unpriced = flag_effects.notes(invocation.trainer, invocation.settings, fields["model"])
     job, strategy, machine = (

@@ -48,7 +48,7 @@ from planner.dialects.diffsynth.names import (
 )
 from planner.errors import VplanError
 from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER
-from planner.layout.trainer_terms.diffsynth import MODEL_OFFLOAD
+from planner.layout.trainer_terms.diffsynth import MODEL_OFFLOAD, ZERO_INIT
 from planner.spec.plan import Plan
 from planner.spec.rules import DEEPSPEED
 from planner.units import format_gib
@@ -69,16 +69,20 @@ def read_script(script: Script) -> Invocation | None:
 
 
 def training_program(script: Script, tail: str, flag_names: tuple[str, ...]) -> tuple[PythonCommand | None, list[str]]:
-    """The program that trains, where another one caches for it: of this script, with one of these flags."""
+    """The program that trains, where another one caches for it: of this script, with one of these flags. Raises a
+    VplanError where there is only the one that caches: it trains nothing."""
     candidates = [program for program in script.programs if program.script.endswith(tail)]
     candidates = [
         program for program in candidates if set(flag_names) & {word.partition("=")[0] for word in program.arguments}
     ]
     training = [program for program in candidates if not any("data_process" in word for word in program.arguments)]
+    if candidates and not training:
+        fault = "this command encodes the data and trains nothing: --task data_process"
+        raise VplanError(fault, "give the command that trains, alone or behind it; what encodes is not priced")
     notes = list(script.notes)
     if len(training) > 1:
         notes.append(f"{len(training)} commands train, one after the other: this is of the last")
-    return ((training or candidates)[-1] if candidates else None), notes
+    return (training[-1] if training else None), notes
 
 
 def _profile(settings: Settings) -> ModelProfile:
@@ -389,6 +393,14 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
     return {"train.sh": text + command_line(train, data | extra, launcher)}
 
 
+def _version(settings: Settings, fields: Fields) -> str:
+    """Of the terms in `planner.layout.trainer_terms.diffsynth`."""
+    if settings.get("--enable_model_cpu_offload"):
+        return MODEL_OFFLOAD
+    told = str(settings.get("launch:--zero3_init_flag", "")).lower() == "true"
+    return ZERO_INIT if told and settings.get("--initialize_model_on_cpu") and fields["sharding"] == "zero-3" else ""
+
+
 def _table(*bindings: Binding | When) -> tuple[Binding | When, ...]:
     return (
         *bindings,
@@ -515,5 +527,5 @@ DIALECT = Dialect(
         ),
     ),
     files=files,
-    version=lambda settings, fields: MODEL_OFFLOAD if settings.get("--enable_model_cpu_offload") else "",
+    version=_version,
 )

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from planner.catalog import lookup
+from planner.catalog.profiles import ModelProfile
 from planner.dialects.base.bindings import Fields, InexpressibleError, Settings, UnsupportedValue
 from planner.dialects.base.common_bindings import find_checkpoint, find_model
 from planner.dialects.base.values import as_list, integer
@@ -161,8 +162,8 @@ def shape_of(settings: Settings) -> Fields:
     every frame bucket. A directory's own stand before the dataset's (utils/dataset.py ``DirectoryDataset``). Images of
     a video model may have a batch of their own."""
     model = lookup.model(model_of(settings)["model"])
-    step = model.shape.size_multiple
-    shapes = list(dict.fromkeys(_bucket(row, step) for folder in _folders(settings) for row in _rows(settings, folder)))
+    rows = [row for folder in _folders(settings) for row in _rows(settings, folder)]
+    shapes = list(dict.fromkeys(_bucket(row, model) for row in rows))
     batch, of_images = _batch(settings, BATCH, 1), _batch(settings, IMAGE_BATCH, None)
     if model.kind == "video" and of_images not in (None, batch):
         if all(shape.frames == 1 for shape in shapes):
@@ -202,11 +203,15 @@ def _batch(settings: Settings, key: str, default: int | None) -> Any:
     return max(integer(item, key.partition(":")[2]) for item in given) if given != [None] else None
 
 
-def _bucket(row: Any, step: int) -> Bucket:
-    """[width, height, frames] as a bucket; sides are made multiples, as its buckets are."""
+def _bucket(row: Any, model: ModelProfile) -> Bucket:
+    """[width, height, frames] as a bucket; sides are made multiples, as its buckets are, and frames are cut to one and
+    a multiple of what the VAE makes one latent (models/base.py ``align_frames``)."""
     if not isinstance(row, list) or len(row) != 3:
         raise VplanError(f"the size {quoted(row)} of the dataset is not understood", "write [width, height, frames]")
     width, height, frames = (integer(side, "a size of the dataset") for side in row)
+    if frames > 1:
+        frames -= (frames - 1) % model.vae.temporal
+    step = model.shape.size_multiple
     sides = {"width": width // step * step or step, "height": height // step * step or step}
     return Bucket.read({"frames": frames, **sides}, where="the dataset")
 

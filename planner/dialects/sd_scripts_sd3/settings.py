@@ -19,7 +19,7 @@ from planner.dialects.base.bindings import (
     Value,
     When,
 )
-from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults, require_model
+from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, find_checkpoint, our_defaults, require_model
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import half_precision
 from planner.dialects.base.script import Script
@@ -101,7 +101,9 @@ def _model(settings: Settings) -> Fields:
     for name in UNPRICED:
         if _is_full(settings) and settings.get(name):
             raise VplanError(f"{name} is not priced", "leave it out")
-    found = lookup.model(require_model(settings, "--pretrained_model_name_or_path")).name
+    found = find_checkpoint(settings.get("--pretrained_model_name_or_path"))
+    if "model" in settings or not found:
+        found = lookup.model(require_model(settings, "--pretrained_model_name_or_path")).name
     if found not in MODELS:
         raise VplanError(f"{found} is no Stable Diffusion 3, which these scripts train", "add --model sd3.5-large")
     return {"model": found}

@@ -53,6 +53,7 @@ from planner.dialects.sd_scripts.shared_bindings import (
     size_pair,
 )
 from planner.errors import VplanError, quoted
+from planner.layout.trainer_terms.sd_scripts.unet import LOW_RAM
 from planner.spec.job import SPLIT
 from planner.spec.plan import Plan
 
@@ -263,11 +264,16 @@ def _fp8(settings: Settings) -> bool:
 
 def _version(settings: Settings, fields: Fields) -> str:
     """Of the terms in `planner.layout.trainer_terms.sd_scripts.unet`."""
+    low_ram = LOW_RAM if settings.get("--lowram") else ""
+    return "-".join(filter(None, (*_trained(settings, fields), low_ram)))
+
+
+def _trained(settings: Settings, fields: Fields) -> tuple[str, ...]:
     if _script(settings) == SDXL_FULL:
-        return "whole-te" if trains_text_encoders(settings) else ""
+        return ("whole-te",) if trains_text_encoders(settings) else ()
     if lycoris_network.is_lycoris(settings):
-        return lycoris_network.network_of(settings, lookup.model(fields["model"])).version
-    return "-".join(filter(None, ["te" if trains_text_encoders(settings) else "", "fp8" if _fp8(settings) else ""]))
+        return (lycoris_network.network_of(settings, lookup.model(fields["model"])).version,)
+    return "te" if trains_text_encoders(settings) else "", "fp8" if _fp8(settings) else ""
 
 
 def _text_encoder(settings: Settings) -> Fields:
@@ -306,6 +312,15 @@ def _write_text_encoder(fields: Fields) -> Settings:
     if fields["method"] == "lora" and (kept == "cached" or not trained):
         settings["--network_train_unet_only"] = True
     return settings
+
+
+def _low_ram(version: str) -> Move:
+    return Move(
+        {"version": "-".join(filter(None, (version, LOW_RAM)))},
+        "models are read on the GPU, in fp32, not in RAM",
+        words_for=lambda settings: ["--lowram"],
+        when=lambda fields: fields["version"] == version,
+    )
 
 
 MARKS = 2
@@ -385,8 +400,6 @@ def _write_attention(fields: Fields) -> Settings:
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     if settings.get("--highvram"):
         yield Remark("--highvram", "it only keeps the cache while latents are cached: training needs the same")
-    if settings.get("--lowram"):
-        yield Remark("--lowram", "it loads to the GPU first; training needs the same")
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
@@ -410,6 +423,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield "the VAE stays on the GPU: --cache_latents is not given"
     if fields["attention"] == "math":
         yield f"no attention is chosen: the scores of all heads are held whole ({AT}); --sdpa is faster and needs less"
+    if settings.get("--lowram"):
+        yield f"models are read on the GPU, in fp32, not in RAM: --lowram ({AT} library/train_util.py)"
     yield from shared_notes(fields)
     if any("enable_bucket" in name and value for name, value in settings.items()) or settings.get("--enable_bucket"):
         yield "buckets have at most the pixels of the resolution: priced at that"
@@ -547,6 +562,7 @@ DIALECT = Dialect(
             "second moments are row and column sums; the step runs inside backward, so nothing accumulates",
             when=lambda fields: fields["method"] == "full" and fields["gradient_accumulation"] == 1,
         ),
+        *(_low_ram(version) for version in ("", "te", "fp8", "te-fp8", "whole-te")),
         *SHARDED,
     ),
     files=lambda plan, settings: files(plan, settings, _flags(plan)),

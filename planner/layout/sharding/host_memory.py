@@ -1,7 +1,8 @@
 """What engines that split a model keep in host RAM with ``cpu`` offload, and how much of it they pin.
 
 Both pin through torch (``Tensor.pin_memory``), whose pinned memory comes in powers of two: one for each buffer. Adam's
-states, made by ``zeros_like``, are not pinned. S = elements of a rank's share of what is trained.
+states, made by ``zeros_like``, are not pinned. DeepSpeed pins unless its file says ``pin_memory: false``
+(runtime/zero/offload_config.py). S = elements of a rank's share of what is trained.
 
 | kept | pinned by | in |
 |---|---|---|
@@ -12,12 +13,13 @@ states, made by ``zeros_like``, are not pinned. S = elements of a rank's share o
 | ZeRO-3: gradients in 16 bits 2S | share | (``grad_partitions_flat_buffer``) |
 | ZeRO-3: fp32 master 4S | not pinned | (``fp32_partitioned_groups_flat``) |
 | ZeRO-3, weights: each parameter's share in 16 bits | parameter | partition_parameters.py (``_partition_param``) |
-| the same of what is trained, once more | share | stage3.py (``param_groups_fp16_flat_cpu_memory``) |
+| the same of what is trained, once more | share, always | stage3.py (``param_groups_fp16_flat_cpu_memory``) |
 | FSDP2: shares, and gradients of what is trained | parameter | torch 2.13 _fsdp_param.py, _fsdp_collectives.py |
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from planner.layout.run import Run
@@ -66,11 +68,17 @@ def engine_host_bytes(run: Run) -> EngineHostBytes:
 def _engine_host_bytes(run: Run) -> EngineHostBytes:
     if run.strategy.sharding == "fsdp":
         return _fsdp(run) if run.strategy.offload_params == "cpu" else EngineHostBytes()
-    optimizer, pageable = 0, 0
+    optimizer = weights = (0, 0)
     if run.strategy.offload_optimizer == "cpu":
-        optimizer, pageable = _zero_3_optimizer(run) if run.strategy.sharding == "zero-3" else _zero_1_or_2(run)
-    weights = _zero_3_weights(run) if run.strategy.offload_params == "cpu" else 0
-    return EngineHostBytes(weights, optimizer + pageable, weights + optimizer)
+        optimizer = _zero_3_optimizer(run) if run.strategy.sharding == "zero-3" else _zero_1_or_2(run)
+    if run.strategy.offload_params == "cpu":
+        weights = _zero_3_weights(run)
+    return EngineHostBytes(sum(weights), sum(optimizer), weights[0] + optimizer[0])
+
+
+def _buffers(sizes: Iterable[int], pinned: bool) -> tuple[int, int]:
+    """(pinned, pageable) bytes of buffers."""
+    return (sum(map(power_of_two, sizes)), 0) if pinned else (0, sum(sizes))
 
 
 def bytes_per_parameter(optimizer: str) -> int:
@@ -86,31 +94,33 @@ def _zero_1_or_2(run: Run) -> tuple[int, int]:
     """(pinned, pageable) bytes of master, gradients, new weights and states."""
     elements, world = trained_elements(run), run.machine.world
     share = aligned_elements(sum(elements.values()), world) // world
-    pinned = 2 * power_of_two(FULL * share) + power_of_two(HALF * share)
-    pinned += power_of_two(HALF * max(elements.values()))
+    pins = zero_settings(run).pin_optimizer
+    kept = [_buffers([FULL * share, FULL * share, HALF * share, HALF * max(elements.values())], pins)]
     if run.strategy.gradient_accumulation > 1:
         counts = list(elements.values())
-        pinned += max(
-            sum(power_of_two(HALF * count) for count in parameters_in_share(counts, world, rank))
-            for rank in range(world)
-        )
-    return pinned, _states(run.strategy.optimizer) * share
+        whole = ([HALF * count for count in parameters_in_share(counts, world, rank)] for rank in range(world))
+        kept.append(max((_buffers(sizes, pins) for sizes in whole), key=sum))
+    pinned, pageable = map(sum, zip(*kept, strict=True))
+    return pinned, pageable + _states(run.strategy.optimizer) * share
 
 
 def _zero_3_optimizer(run: Run) -> tuple[int, int]:
     """(pinned, pageable) bytes of gradients, master and states."""
     counts = trained_shares(run)
-    groups, share = sub_groups(counts, zero_settings(run).sub_group), sum(counts)
-    pinned = sum(power_of_two(FULL * group) for group in groups) + power_of_two(HALF * share)
-    return pinned, (FULL + _states(run.strategy.optimizer)) * share
+    settings, share = zero_settings(run), sum(counts)
+    sizes = [*(FULL * group for group in sub_groups(counts, settings.sub_group)), HALF * share]
+    pinned, pageable = _buffers(sizes, settings.pin_optimizer)
+    return pinned, pageable + (FULL + _states(run.strategy.optimizer)) * share
 
 
-def _zero_3_weights(run: Run) -> int:
-    """Pinned bytes. Shares of trained parameters move into one buffer, but torch keeps what they lay in for later;
-    those of small frozen ones stay on the GPU (``ds_persist``)."""
-    world, trained, persistent = run.machine.world, trained_elements(run), zero_settings(run).persistent
-    waiting = [-(-count // world) for name, count in run.elements.items() if name in trained or count > persistent]
-    return sum(power_of_two(HALF * count) for count in waiting) + power_of_two(HALF * sum(trained_shares(run)))
+def _zero_3_weights(run: Run) -> tuple[int, int]:
+    """(pinned, pageable) bytes. Shares of trained parameters move into one buffer, but torch keeps what they lay in for
+    later; those of small frozen ones stay on the GPU (``ds_persist``)."""
+    world, trained, settings = run.machine.world, trained_elements(run), zero_settings(run)
+    counts = run.elements.items()
+    waiting = [-(-count // world) for name, count in counts if name in trained or count > settings.persistent]
+    pinned, pageable = _buffers([HALF * count for count in waiting], settings.pin_params)
+    return pinned + power_of_two(HALF * sum(trained_shares(run))), pageable
 
 
 def _fsdp(run: Run) -> EngineHostBytes:

@@ -498,15 +498,15 @@ def _split_weights(run: Run, settings: ZeroSettings, trained_share: int) -> None
         run.add(run.load, HALF * sum(sizes[name] for name in small), "weight", "small weights")
 
 
+UNSPLIT = "weight before it is split"
+
+
 def _load_whole(run: Run) -> None:
     """The whole model is on every GPU, in 16 bits, before it is split parameter by parameter: a model that
     ``deepspeed.zero.Init`` did not make goes there as it is (runtime/engine.py ``_configure_distributed_model`` of
     0.19.8: ``self.module.to(self.device)``). Rehearsed: 2.68 GiB for LoRA of Wan 2.1 1.3B on two GPUs with
     ``offload_params``, of which 0.99 stay."""
-    whole = {
-        run.parameters[name]: run.new(HALF * count, "temporary", "weight before it is split")
-        for name, count in run.elements.items()
-    }
+    whole = {run.parameters[name]: run.new(HALF * count, "temporary", UNSPLIT) for name, count in run.elements.items()}
     run.load.stretches = [
         (moment, [whole.get(event, event) for event in events]) for moment, events in run.load.stretches
     ]

@@ -10,6 +10,7 @@ import itertools
 
 from planner.layout.encoders_vae.component_pass import encoders
 from planner.layout.run import Run, Transform
+from planner.layout.sharding.zero import UNSPLIT
 from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, last_encoder_in_model, positions_in_fp64
 from planner.tape.program import Stage
 from planner.units import power_of_two
@@ -160,5 +161,17 @@ def _in_turn(run: Run, stage: Stage, nbytes: int) -> None:
     run.free(stage, [here])
 
 
-BY_VERSION: dict[str, tuple[Transform, ...]] = {MODEL_OFFLOAD: (weights_in_turn,)}
-"""With a flag that no field of a plan says."""
+def split_as_read(run: Run) -> None:
+    """Models are made under ``deepspeed.zero.Init`` where accelerate was told so (``zero3_init_flag``), and their
+    weights come into them layer by layer: none is whole on the GPU before it is split, if the files are read on the CPU
+    (diffsynth/core/loader/model.py ``get_init_context``, ``load_model``)."""
+    for buffer, op in enumerate(run.program.op):
+        if op == UNSPLIT:
+            run.resize(buffer, 0)
+
+
+ZERO_INIT = "zero-init"
+"""The version of memory terms with that flag and --initialize_model_on_cpu."""
+
+BY_VERSION: dict[str, tuple[Transform, ...]] = {MODEL_OFFLOAD: (weights_in_turn,), ZERO_INIT: (split_as_read,)}
+"""With flags that no field of a plan says."""

@@ -127,6 +127,21 @@ def test_more_fetched_ahead_takes_more(tmp_path: Path) -> None:
     assert more - usual == pytest.approx(2 * 450_000_000, rel=0.01)  # the peak may be at another moment
 
 
+def test_what_is_not_pinned_takes_its_own_size(tmp_path: Path) -> None:
+    """torch pins in powers of two; what the trained weights' shares move to is pinned all the same."""
+    on_cpu = {"device": "cpu", "pin_memory": False}
+    prefix = "deepspeed:zero_optimization."
+    assert zero_settings({f"{prefix}offload_param.pin_memory": False}) == ZeroSettings(pin_params=False)
+    for stage, names in ((2, ["offload_optimizer"]), (3, ["offload_optimizer", "offload_param"])):
+        free, pinned = (
+            priced(tmp_path, {"stage": stage, **dict.fromkeys(names, on_cpu | more)}).outcome.estimate
+            for more in ({}, {"pin_memory": True})
+        )
+        assert free.host is not None and pinned.host is not None
+        assert free.host_ram_bytes < pinned.host_ram_bytes
+        assert free.host.pinned_bytes < pinned.host.pinned_bytes and (stage == 3) == (free.host.pinned_bytes > 0)
+
+
 def test_older_words_and_mixed_precision_in_fp16(tmp_path: Path) -> None:
     both = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "loss_scale": 0}}
     found = read(tmp_path, {"stage": 2, "cpu_offload": True}, **both)

@@ -192,12 +192,16 @@ def test_easyanimate_and_videox_fun_make_models_in_fp32_on_the_cpu() -> None:
 
 
 def test_encoders_of_sd_scripts_wait_for_training_beside_the_model_that_is_cast() -> None:
-    """Behind its caches T5 is back in host RAM until training begins; over fp8 FLUX.1 was cast there before."""
+    """Behind its caches T5 is back in host RAM until training begins; over fp8 FLUX.1 was cast there before. One that
+    stays on the GPU is cast from its file's fp16 to bf16 on the CPU, and mapped where fp16 is asked for."""
     flux, cached = lookup.model("flux.1-dev"), {"text_encoder": "cached"}
     encoders = 2 * sum(encoder.parameters for encoder in flux.text_encoders)
-    plain, resident = (needs(flux, {}, 1, "sd-scripts", **each) for each in (cached, {"text_encoder": "resident"}))
-    assert plain.phases["load"] - resident.phases["load"] == pytest.approx(encoders, rel=0.01)
-    assert plain.phases["train"] == resident.phases["train"]
+    resident = {"text_encoder": "resident"}
+    half = {**resident, "weights_dtype": "fp16", "autocast": "fp16", "compute_dtype": "fp16"}
+    plain, in_bf16, in_fp16 = (needs(flux, {}, 1, "sd-scripts", **each) for each in (cached, resident, half))
+    for found in (plain, in_bf16):
+        assert found.phases["load"] - in_fp16.phases["load"] == pytest.approx(encoders, rel=0.01)
+        assert found.phases["train"] == in_fp16.phases["train"]
     cast = needs(flux, {}, 1, "sd-scripts", weights_dtype="fp8", autocast="bf16", **cached)
     assert cast.phases["encode"] == pytest.approx(PROCESS_BYTES + encoders + flux.parameters, rel=0.01)
     assert cast.phase == "encode"

@@ -182,6 +182,28 @@ def test_stage_3_gathers_what_is_saved_and_caching_has_no_engine(tmp_path: Path)
     assert "--use_deepspeed" not in caching and "--task sft:data_process" in caching
 
 
+def test_under_zero_init_no_weight_is_whole_on_the_gpu(tmp_path: Path) -> None:
+    """Without --initialize_model_on_cpu the files are read on the GPU."""
+
+    def loaded(flags: str, words: str) -> int:
+        launcher = f"accelerate launch --use_deepspeed --zero_stage 3 --offload_param_device cpu {flags}"
+        files = f"{WAN}:diffusion_pytorch_model*.safetensors"
+        command = COMMAND.format(files, f"--lora_base_model dit --task sft:train {words}")
+        (tmp_path / "a.sh").write_text(command.replace("accelerate launch", launcher))
+        case = read_case(*dialects.read_script(from_file(tmp_path / "a.sh")), {}, {"gpu": "24GB"})
+        return check_case(case, search=False).outcome.estimate.phases["load"].allocated_bytes
+
+    whole = 2 * lookup.model("wan2.1-t2v-14b").parameters
+    assert loaded("--zero3_init_flag true", "--initialize_model_on_cpu") < whole / 10
+    for flags, words in (("", "--initialize_model_on_cpu"), ("--zero3_init_flag true", "")):
+        assert loaded(flags, words) > whole
+
+
+def test_a_command_that_only_encodes_is_not_priced(tmp_path: Path) -> None:
+    with pytest.raises(VplanError, match="encodes the data and trains nothing"):
+        read(tmp_path, WAN, "--task sft:data_process")
+
+
 def test_adafactor_of_transformers_is_refused(tmp_path: Path) -> None:
     """Its ``relative_step=True`` takes no lr, which runner.py gives to every optimizer (transformers 5)."""
     files = f"{WAN}:diffusion_pytorch_model*.safetensors,{REST.format(WAN)}"

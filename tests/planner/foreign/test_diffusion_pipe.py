@@ -50,6 +50,12 @@ def test_a_directory_has_sizes_of_its_own(tmp_path: Path) -> None:
     assert only == 832
 
 
+def test_frames_are_cut_to_what_the_vae_takes(tmp_path: Path) -> None:
+    """models/base.py ``align_frames``."""
+    buckets = "resolutions = [256]\nframe_buckets = [{}]\n"
+    assert [read(tmp_path, dataset=buckets.format(given)).job["frames"] for given in (24, 21, 2)] == [21, 21, 1]
+
+
 def test_images_of_a_video_model_have_their_own_batch(tmp_path: Path) -> None:
     images = "image_micro_batch_size_per_gpu = 8"
     found = read(tmp_path, images, dataset="resolutions = [512]\nframe_buckets = [1, 33]")

@@ -28,8 +28,13 @@ SIZES = {
     "stage3_max_live_parameters": "max_live",
     "stage3_max_reuse_distance": "max_reuse",
     "overlap_comm": "overlap",
+    "offload_param.pin_memory": "pin_params",
+    "offload_optimizer.pin_memory": "pin_optimizer",
 }
 """Keys of ``zero_optimization`` that an estimate takes as they are -> fields of a ZeroSettings."""
+
+SWITCHES = ("overlap", "pin_params", "pin_optimizer")
+"""Those of them that are on or off."""
 
 OLDER = {"zero_optimization.cpu_offload": "optimizer", "zero_optimization.cpu_offload_param": "param"}
 """Switches that said the device before (``DeepSpeedZeroConfig``)."""
@@ -75,9 +80,9 @@ def zero_settings(settings: Settings) -> ZeroSettings | None:
     for field, value in given.items():
         if value is None:
             continue
-        if field != "overlap" and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+        if field not in SWITCHES and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
             raise VplanError(f"{quoted(value)} is no number of elements", "write 500000000, or 5e8")
-        found[field] = bool(value) if field == "overlap" else int(value)
+        found[field] = bool(value) if field in SWITCHES else int(value)
     return ZeroSettings(**found)
 
 

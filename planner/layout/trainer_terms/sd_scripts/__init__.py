@@ -42,6 +42,15 @@ def t5_cast(run: Run) -> None:
         run.device.encoder_cast = model.text_encoders[-1].name
 
 
+def encoders_cast_on_the_cpu(run: Run) -> None:
+    """Without ``--fp8_base`` T5-XXL and CLIP, in fp16 in their files, are cast to bf16 on the CPU, which takes RAM; a
+    mapped file takes none (library/safetensors_utils.py ``load_safetensors``). Cached ones wait there anyway."""
+    model, strategy = run.facts.model, run.strategy
+    cast = strategy.weights_dtype != "fp8" and strategy.text_encoder_dtype == strategy.autocast == "bf16"
+    if cast and strategy.text_encoder == "resident" and model.trained_with("sd-scripts", "last-encoder-cast"):
+        run.host.encoders_loaded = "read"
+
+
 def cast_on_the_cpu(run: Run) -> None:
     """A model's file is mapped on the CPU; ``--fp8_base`` casts all of it there (``load_target_model`` of
     flux_train_network.py and sd3_train_network.py)."""
@@ -73,6 +82,7 @@ TERMS: tuple[Transform, ...] = (
     *(inputs_as_they_are, adapters_on_modulation("sd-scripts"), cache_kept_while_sampling, swapped_to_pinned_memory),
     text_encoders_together,
     t5_cast,
+    encoders_cast_on_the_cpu,
     cast_on_the_cpu,
     encoders_wait,
     last_encoder_in_model("sd-scripts"),

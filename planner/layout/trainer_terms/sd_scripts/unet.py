@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from planner.errors import NotRecordedError
 from planner.garbage_collection import recording_cache
 from planner.layout.adapters import adapted_layers, of_recordings
+from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER
+from planner.layout.phases import components_in_fp32
 from planner.layout.recorded_run import recorded_step
 from planner.layout.recordings import load_facts
 from planner.layout.run import Run, Transform
@@ -27,6 +29,7 @@ from planner.layout.trainer_terms.trained_text_encoders import (
 from planner.spec.configuration import Configuration
 from planner.spec.job import Strategy
 from planner.tape.program import Block
+from planner.tape.variants.precision import Precision
 
 HALF = 2
 
@@ -120,7 +123,32 @@ def _kept_by_block(configuration: Configuration, shape: tuple[tuple[str, int], .
     return kept
 
 
-UNET: tuple[Transform, ...] = (whole_scores, checkpoints_reentrant, latents_with_gradient)
+def loaded_in_fp32(run: Run) -> None:
+    """A checkpoint is read into models in fp32 on the CPU, whatever its file has: the U-Net, the text encoders and the
+    VAE, one process after another (library/model_util.py ``load_models_from_stable_diffusion_checkpoint``;
+    library/sdxl_model_util.py ``_load_state_dict_on_device``, "dtype will use fp32 as default"). SDXL's U-Net is in 16
+    bits there with ``--full_fp16`` or ``--full_bf16`` (library/sdxl_train_util.py ``match_mixed_precision``), its VAE
+    too, which is counted in fp32. Of a folder in diffusers' layout what its files have in fp32 stays mapped, which is
+    not told apart here."""
+    sixteen = _of_sdxl(run) and Precision.of(run.job, run.strategy).trained == "half"
+    run.host.loaded_bytes = BYTES_PER_PARAMETER["bf16" if sixteen else "fp32"]
+    run.host.encoders_loaded = "fp32"
+
+
+def _of_sdxl(run: Run) -> bool:
+    return len(run.facts.model.text_encoders) > 1
+
+
+def loaded_on_the_gpu(run: Run) -> None:
+    """``--lowram`` does the same on the GPU, before any is cast (``load_target_model``: ``accelerator.device if
+    args.lowram``)."""
+    whole = run.host.loaded_bytes * run.facts.model.parameters + components_in_fp32(run)
+    run.host.loaded_bytes, run.host.encoders_loaded = 0, "mapped"
+    held = run.new(int(whole), "temporary", "models as they are read")
+    run.place(run.load, [held, ~held], "reading", at=0)
+
+
+UNET: tuple[Transform, ...] = (whole_scores, checkpoints_reentrant, latents_with_gradient, loaded_in_fp32)
 
 
 def lycoris(version: str, text_encoders: bool) -> tuple[Transform, ...]:
@@ -139,7 +167,10 @@ def lycoris(version: str, text_encoders: bool) -> tuple[Transform, ...]:
     return (*unet, adapters_on_text_encoders, changes_on_text_encoders(kept)) if text_encoders else unet
 
 
-VERSIONS: dict[str, tuple[Transform, ...]] = {
+LOW_RAM = "lowram"
+"""The end of a version with ``--lowram``."""
+
+ON_CPU: dict[str, tuple[Transform, ...]] = {
     "unet": UNET,
     "unet@te": (*UNET, adapters_on_text_encoders),
     "unet@fp8": (base_in_fp8, *UNET),
@@ -148,5 +179,8 @@ VERSIONS: dict[str, tuple[Transform, ...]] = {
     **{f"unet@{version}": lycoris(version, text_encoders=False) for version in CHANGES_OF_FP32},
     **{f"unet@te-{version}": lycoris(version, text_encoders=True) for version in CHANGES_OF_FP32},
 }
+VERSIONS = ON_CPU | {
+    f"{name}{'-' if '@' in name else '@'}{LOW_RAM}": (*terms, loaded_on_the_gpu) for name, terms in ON_CPU.items()
+}
 """What sd-scripts' terms are added to: for LoRA alone, with the text encoders, over a base in fp8; full training with
-the text encoders; and LyCORIS' adapters."""
+the text encoders; and LyCORIS' adapters. Each with ``--lowram`` too."""

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from planner import dialects
+from planner.catalog import lookup
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file
 from planner.errors import VplanError
+from planner.foreign.case import read_case
+from planner.foreign.check import check_case
 
 FILES = (
     "--pretrained_model_name_or_path m/sd3.5_medium.safetensors --clip_l l --clip_g g --t5xxl t --mixed_precision bf16 "
@@ -50,6 +53,21 @@ def test_settings_become_fields(words: str, fields: dict[str, Any], tmp_path: Pa
     found = command(tmp_path, words)
     together = found.job | found.strategy
     assert {name: together[name] for name in fields} == fields
+
+
+def test_a_file_with_a_number_format_behind_its_name_is_the_models(tmp_path: Path) -> None:
+    assert command(tmp_path, LORA.replace("3.5_medium", "3.5_large_fp8_scaled")).job["model"] == "sd3.5-large"
+
+
+def test_text_encoders_are_cast_on_the_cpu_unless_their_files_are_of_the_format(tmp_path: Path) -> None:
+    """T5's and CLIP's are in fp16: 10.4 GiB in bf16, mapped in fp16."""
+    taken = []
+    for words in (LORA, LORA.replace("bf16", "fp16")):
+        (tmp_path / "train.sh").write_text(f"accelerate launch --num_processes 1 {words}")
+        case = read_case(*dialects.read_script(from_file(tmp_path / "train.sh")), {}, {"gpu": "48GB"})
+        taken.append(check_case(case, search=False).outcome.estimate.host_ram_bytes)
+    encoders = sum(encoder.parameters for encoder in lookup.model("sd3.5-medium").text_encoders)
+    assert taken[0] - taken[1] == pytest.approx(2 * encoders, rel=0.02)
 
 
 def test_adapters_are_on_every_linear_layer_of_a_block(tmp_path: Path) -> None:

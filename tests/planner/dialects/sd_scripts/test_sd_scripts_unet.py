@@ -40,6 +40,21 @@ def test_lora_of_sdxl_trains_its_text_encoders_unless_told_otherwise(tmp_path: P
     assert (alone.strategy["weights_dtype"], alone.strategy["adapter_dtype"]) == ("fp16", "fp32")
 
 
+def test_a_checkpoint_is_read_in_fp32(tmp_path: Path) -> None:
+    """On the CPU: SDXL's does not go into 12 GB of RAM. With --lowram on the GPU, in fp32 too; with
+    --full_bf16 the U-Net in 16 bits."""
+    plain = f"{SDXL}--mixed_precision bf16 --network_train_unet_only --cache_latents --gradient_checkpointing --sdpa"
+    answers = []
+    for flags in ("", " --full_bf16", " --lowram"):
+        (tmp_path / "train.sh").write_text(LAUNCH + plain + flags)
+        dialect, given = dialects.read_script(from_file(tmp_path / "train.sh"))
+        case = read_case(dialect, given, {}, {"gpu": "24GB", "host_ram": "12GB"})
+        answers.append(check_case(case, search=False).outcome)
+    assert [answer.estimate.verdict for answer in answers] == ["no", "fits", "fits"]
+    ram = [answer.estimate.host_ram_bytes / 2**30 for answer in answers]
+    assert ram == pytest.approx([15.9, 11.1, 3.1], abs=0.1)
+
+
 @pytest.mark.parametrize(
     ("words", "fields"),
     [

@@ -11,6 +11,7 @@ import pytest
 from planner import dialects
 from planner.dialects.base.dialect import Translation, translate
 from planner.dialects.base.script import from_file, from_words
+from planner.errors import VplanError
 from planner.foreign.case import read_case
 
 LORA = {
@@ -152,3 +153,13 @@ def test_the_flavour_that_its_sd_1_5_has_unasked_is_known(tmp_path: Path) -> Non
     for flavour in ("", "dreamshaper", "1.4"):
         found = read(tmp_path / "config.json", LORA | {"model_family": "sd1x", "model_flavour": flavour})
         assert found.job["model"] == "sd1.5"
+
+
+@pytest.mark.parametrize(("engine", "name"), [("--use_deepspeed", "DeepSpeed"), ("--use_fsdp", "FSDP")])
+def test_the_engine_of_a_launch_is_refused(engine: str, name: str, tmp_path: Path) -> None:
+    """It was passed over, and the run priced as DDP."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text(json.dumps(LORA | {"model_type": "full"}), encoding="utf-8")
+    (tmp_path / "train.sh").write_text(f"accelerate launch --num_processes 2 {engine} simpletuner/train.py\n")
+    with pytest.raises(VplanError, match=f"{name} of accelerate's launch is not priced with SimpleTuner"):
+        translate(*dialects.read_script(from_file(tmp_path / "train.sh")))
