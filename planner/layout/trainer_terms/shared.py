@@ -152,8 +152,9 @@ def last_encoder_in_model(trainer: str) -> Transform:
     return term
 
 
-MODULATION = re.compile(r"\.norm\w*\.linear\.weight")
-"""The layers of FLUX.1's and HunyuanVideo's blocks that make scales and shifts, by the ends of diffusers' names."""
+MODULATION = re.compile(r"\.norm\w*\.linear(\.base_layer)?\.weight")
+"""The layers of FLUX.1's and HunyuanVideo's blocks that make scales and shifts, by the ends of diffusers' names, under
+an adapter or without one."""
 
 
 def modulation_in_8_bits(trainer: str) -> Transform:
@@ -161,7 +162,8 @@ def modulation_in_8_bits(trainer: str) -> Transform:
     recorded, leaves what it calls a norm in 16 bits: in FLUX.1 and HunyuanVideo a fourth of the model. sd-scripts
     flux_train_network.py ``model.to(torch.float8_e4m3fn)`` at 48d368f; musubi-tuner hunyuan_model/models.py
     ``load_transformer`` at 30c658c; ai-toolkit toolkit/util/quantize.py ``quantize`` at 27a03a9; diffusion-pipe
-    models/flux.py KEEP_IN_HIGH_PRECISION at 8f83dbf. Of which models, their profiles say."""
+    models/{flux,sd3,hunyuan_image}.py KEEP_IN_HIGH_PRECISION and hunyuan_video.py ``params_to_keep`` at 8f83dbf. Of
+    which models, their profiles say."""
 
     def term(run: Run) -> None:
         """Modulation layers take half of what was recorded, where the trainer casts them too."""

@@ -160,8 +160,9 @@ def test_a_name_that_comes_with_vplan(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["flux-dev", "--name", "mine"], "--name is for one folder"),
+        (["flux.1-dev", "--name", "mine"], "--name is for one folder"),
         (["./mine", "./other", "--name", "mine"], "--name is for one folder"),
+        (["./nowhere", "--name", "mine"], "no model config.json at './nowhere'"),
         (["--name", "mine"], "--name is for one folder"),
         (["./mine", "--check"], "--check is for recorded models"),
         (["./mine", "-o", "tapes"], "-o is not supported for your own models"),
@@ -170,7 +171,8 @@ def test_a_name_that_comes_with_vplan(tmp_path: Path, name: str) -> None:
 def test_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str) -> None:
     monkeypatch.chdir(tmp_path)
     wrote(tmp_path / "mine", WAN)
-    assert message in refused(*words, code=2)
+    wrote(tmp_path / "other", WAN)
+    assert message in refused(*words, code=1 if "nowhere" in words[0] else 2)
 
 
 def test_refusals_are_json_when_json_was_asked(tmp_path: Path) -> None:

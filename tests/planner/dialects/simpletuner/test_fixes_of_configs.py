@@ -75,7 +75,7 @@ def changed(config: dict[str, Any], change: tuple[str, ...]) -> dict[str, Any]:
         (QWEN, "2x24GB", 128, "musubi_blocks_to_swap"),
         (ONETRAINER, "24GB", 64, "transformer.offload_fraction"),
         (ONETRAINER, "16GB", 64, "text_encoder.offload_fraction: 1.0"),
-        (ONETRAINER, "24GB", 20, "transformer.weight_dtype: NFLOAT_4"),
+        (ONETRAINER, "24GB", 32, "transformer.weight_dtype: NFLOAT_4"),
         (OLD, "24GB", 64, "layer_offload_fraction"),
         (OFF, "24GB", 64, "transformer.gradient_checkpointing: true"),
         (FULL, "80GB", 64, "optimizer.fused_back_pass: true"),
