@@ -238,7 +238,8 @@ class Builder:
             job = forms.at(cell.shape)
             candidate = self.search.question.candidate(job, strategy)
             where = grid(self.model, job)
-            run = self.screen.run_cache.lay_out(candidate, self.screen.facts(candidate), where, self.plan.trainer)
+            facts = self.screen.facts(candidate)
+            run = self.screen.run_cache.lay_out_for_peaks(candidate, facts, where, self.plan.trainer)
             seconds[cell.shape] = run_seconds(run)[0]
             if self.plan.machine.links is None and job.validation is None:
                 commands[cell.shape] = cli_words.command("estimate", job, strategy, self.plan.machine)

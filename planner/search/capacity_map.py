@@ -175,7 +175,7 @@ class Forms:
             candidate = search.question.candidate(job, strategy)
             facts = self.screen.facts(candidate)
             where = grid(search.question.model, job)
-            run = self.screen.run_cache.lay_out(candidate, facts, where, self.screen.trainer)
+            run = self.screen.run_cache.lay_out_for_peaks(candidate, facts, where, self.screen.trainer)
             self.outside[strategy] = outside_bytes(run) - facts.gpu.context_bytes
             own_shape = run.samples_only or run.phases.encode or (run.phases.validation and not job.validation)
             self._forms[key] = (
