@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.dialects.ai_toolkit.models import AT, MODEL, TRAIN, datasets_of
+from planner.dialects.ai_toolkit.models import (
+    AT,
+    MODEL,
+    SAMPLED_FROM_AN_IMAGE,
+    TRAIN,
+    datasets_of,
+    makes_samples,
+    samples_without_image,
+)
 from planner.dialects.base.bindings import Remark, Settings
 from planner.dialects.base.values import integer
 
@@ -34,6 +42,10 @@ def stops(settings: Settings) -> Iterator[Remark]:
     recovers = "|" in str(settings.get(f"{MODEL}qtype")) or settings.get(f"{MODEL}accuracy_recovery_adapter")
     if recovers and settings.get(f"{MODEL}assistant_lora_path") is not None:
         yield Remark("model.assistant_lora_path", f"refused with an accuracy recovery adapter ({CONFIGS}:1489)")
+    skips = settings.get(f"{TRAIN}skip_first_sample") or settings.get(f"{TRAIN}disable_sampling")
+    if arch in SAMPLED_FROM_AN_IMAGE and not skips and makes_samples(settings) and samples_without_image(settings):
+        why = f"refused without ctrl_img, which model.arch {arch} samples from before its first step"
+        yield Remark("sample.prompts", f"{why} ({AT} jobs/process/BaseSDTrainProcess.py:2481)")
     yield from _of_data_sets(settings)
 
 

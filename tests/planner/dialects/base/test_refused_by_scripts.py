@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 
 from planner import dialects
+from planner.catalog import lookup
+from planner.catalog.shapes import job_for
 from planner.dialects.base.dialect import translate
 from planner.dialects.base.script import from_file
+from planner.foreign.export import export
+from planner.spec.job import Machine, Strategy
+from planner.spec.plan import Plan
 
 SD = "train_dreambooth.py --pretrained_model_name_or_path CompVis/stable-diffusion-v1-4 --resolution 512 "
 FLUX = "train_dreambooth_lora_flux.py --pretrained_model_name_or_path black-forest-labs/FLUX.1-dev "
@@ -99,8 +104,12 @@ config:
       datasets: [{datasets}]
       train: {{dtype: bf16{train}}}
       model: {{name_or_path: {path}, arch: {arch}{model}}}
+      sample: {{width: 512, height: 512{sample}}}
 """
 FLUX_MODEL = ("black-forest-labs/FLUX.1-dev", "flux")
+KONTEXT = ("black-forest-labs/FLUX.1-Kontext-dev", "flux_kontext")
+EDIT_PLUS = ("Qwen/Qwen-Image-Edit-2511", "qwen_image_edit_plus:2511")
+FROM_IMAGE = ("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "wan21_i2v")
 EDIT = ("Qwen/Qwen-Image-Edit", "qwen_image_edit")
 RECOVERY = "quantize: true, qtype: 'uint4|ostris/a/b.safetensors'"
 ASSISTANT = "assistant_lora_path: a.safetensors"
@@ -113,10 +122,12 @@ def refused_by_config(
     train: str = "",
     model: str = "",
     datasets: str = "{folder_path: a}",
+    sample: str = "",
     of: tuple[str, str] = FLUX_MODEL,
 ) -> list[str]:
-    train, model = (f", {words}" if words else "" for words in (train, model))
-    (folder / "a.yaml").write_text(CONFIG.format(datasets=datasets, train=train, path=of[0], arch=of[1], model=model))
+    train, model, sample = (f", {words}" if words else "" for words in (train, model, sample))
+    words = {"datasets": datasets, "train": train, "model": model, "sample": sample}
+    (folder / "a.yaml").write_text(CONFIG.format(path=of[0], arch=of[1], **words))
     return [each.flag for each in translate(*dialects.read_script(from_file(folder / "a.yaml"))).refused]
 
 
@@ -132,6 +143,9 @@ def refused_by_config(
         ({"datasets": CACHED + ", {folder_path: b}"}, "datasets[].cache_text_embeddings"),
         ({"datasets": "{folder_path: a}, {folder_path: b, buckets: false}"}, "datasets[].buckets"),
         ({"datasets": "{" + BATCHES + ", buckets: false}"}, "datasets[].batch_size"),
+        ({"sample": "prompts: [smile]", "of": KONTEXT}, "sample.prompts"),
+        ({"sample": "samples: [{prompt: a, ctrl_img: a.png}, {prompt: b}]", "of": EDIT_PLUS}, "sample.prompts"),
+        ({"sample": "prompts: [a cat]", "of": FROM_IMAGE}, "sample.prompts"),
     ],
 )
 def test_what_ai_toolkit_raises_an_error_for_is_said(words: dict[str, str], flag: str, tmp_path: Path) -> None:
@@ -154,7 +168,25 @@ def test_what_ai_toolkit_raises_an_error_for_is_said(words: dict[str, str], flag
         {"train": "cache_text_embeddings: true", "datasets": CACHED + ", {folder_path: b}"},
         {"datasets": "{folder_path: a}, {folder_path: b, buckets: false, is_reg: true}"},
         {"datasets": "{" + BATCHES + "}"},
+        {"sample": "prompts: [smile]"},
+        {"sample": "prompts: []", "of": KONTEXT},
+        {"sample": "prompts: ['smile --ctrl_img a.png']", "of": KONTEXT},
+        {"sample": "samples: [{prompt: a, ctrl_img_1: a.png}]", "of": EDIT_PLUS},
+        {"sample": "prompts: [smile]", "train": "skip_first_sample: true", "of": KONTEXT},
+        {"sample": "prompts: [smile]", "train": "disable_sampling: true", "of": KONTEXT},
     ],
 )
 def test_what_ai_toolkit_takes_is_not(words: dict[str, str], tmp_path: Path) -> None:
     assert refused_by_config(tmp_path, **words) == []  # type: ignore[arg-type]  # a model is two words
+
+
+@pytest.mark.parametrize("model", ["flux.1-kontext-dev", "wan2.1-i2v-14b-480p", "qwen-image-edit-2511", "z-image"])
+def test_an_export_samples_from_an_image_where_the_model_does(model: str, tmp_path: Path) -> None:
+    strategy = Strategy.read({"validation_mode": "on", "gradient_checkpointing": "full"})
+    plan = Plan(job=job_for(lookup.model(model), {}), strategy=strategy, machine=Machine(gpu="80GB"))
+    for name, text in export(plan, "ai-toolkit", take_nearest=True).files.items():
+        (tmp_path / name).write_text(text)
+    reading = translate(*dialects.read_script(from_file(tmp_path / "train.sh")))
+    assert reading.refused == ()
+    assert reading.strategy["validation_mode"] == "on"
+    assert ("ctrl_img: " in (tmp_path / "config.yaml").read_text()) == (model != "z-image")
