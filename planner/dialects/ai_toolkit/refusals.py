@@ -20,6 +20,10 @@ CONFIGS = f"{AT} toolkit/config_modules.py"
 KEEPS_ITS_ENCODER = ("qwen_image_edit", "boogu_image_edit")
 """Architectures whose prompts are encoded together with each sample's control images."""
 FLUX = ("flux", "flex1")
+WITHOUT_OTHER_LORA = ("wan21", "wan21_i2v", "wan22_14b", "wan22_14b_i2v", "wan22_5b")
+"""Architectures whose loader takes no LoRA beside the one that trains (toolkit/models/wan21/wan21.py:365, :369;
+wan22_14b_model.py:261, :266)."""
+OTHER_LORA = ("assistant_lora_path", "inference_lora_path", "lora_path")
 
 
 def stops(settings: Settings) -> Iterator[Remark]:
@@ -42,6 +46,9 @@ def stops(settings: Settings) -> Iterator[Remark]:
     recovers = "|" in str(settings.get(f"{MODEL}qtype")) or settings.get(f"{MODEL}accuracy_recovery_adapter")
     if recovers and settings.get(f"{MODEL}assistant_lora_path") is not None:
         yield Remark("model.assistant_lora_path", f"refused with an accuracy recovery adapter ({CONFIGS}:1489)")
+    for name in OTHER_LORA:
+        if arch in WITHOUT_OTHER_LORA and settings.get(f"{MODEL}{name}") is not None:
+            yield Remark(f"model.{name}", f"refused with model.arch {arch} ({AT} toolkit/models/wan21/wan21.py:365)")
     skips = settings.get(f"{TRAIN}skip_first_sample") or settings.get(f"{TRAIN}disable_sampling")
     if arch in SAMPLED_FROM_AN_IMAGE and not skips and makes_samples(settings) and samples_without_image(settings):
         why = f"refused without ctrl_img, which model.arch {arch} samples from before its first step"

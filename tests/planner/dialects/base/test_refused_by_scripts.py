@@ -146,6 +146,7 @@ def refused_by_config(
         ({"sample": "prompts: [smile]", "of": KONTEXT}, "sample.prompts"),
         ({"sample": "samples: [{prompt: a, ctrl_img: a.png}, {prompt: b}]", "of": EDIT_PLUS}, "sample.prompts"),
         ({"sample": "prompts: [a cat]", "of": FROM_IMAGE}, "sample.prompts"),
+        ({"model": ASSISTANT, "of": FROM_IMAGE}, "model.assistant_lora_path"),
     ],
 )
 def test_what_ai_toolkit_raises_an_error_for_is_said(words: dict[str, str], flag: str, tmp_path: Path) -> None:
@@ -169,6 +170,7 @@ def test_what_ai_toolkit_raises_an_error_for_is_said(words: dict[str, str], flag
         {"datasets": "{folder_path: a}, {folder_path: b, buckets: false, is_reg: true}"},
         {"datasets": "{" + BATCHES + "}"},
         {"sample": "prompts: [smile]"},
+        {"of": FROM_IMAGE},
         {"sample": "prompts: []", "of": KONTEXT},
         {"sample": "prompts: ['smile --ctrl_img a.png']", "of": KONTEXT},
         {"sample": "samples: [{prompt: a, ctrl_img_1: a.png}]", "of": EDIT_PLUS},
