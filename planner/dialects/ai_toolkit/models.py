@@ -68,6 +68,12 @@ IGNORED, ONLY = (f"{NETWORK}network_kwargs.{name}_if_contains" for name in ("ign
 NOISE = {"high": f"{MODEL}model_kwargs.train_high_noise", "low": f"{MODEL}model_kwargs.train_low_noise"}
 """Expert -> what says that it is trained; it is unless that says no (diffusion_models/wan22/wan22_14b_model.py)."""
 
+SAMPLED_FROM_AN_IMAGE = ("flux_kontext", "wan21_i2v", "qwen_image_edit_plus")
+"""Architectures that raise an error at a sample without ``ctrl_img`` (flux_kontext.py:213, wan21_i2v.py:415,
+qwen_image_edit_plus.py:179)."""
+EDITS = (*SAMPLED_FROM_AN_IMAGE, "qwen_image_edit")
+"""Those that are given one in an export."""
+
 CONTROL_PIXELS = 1024 * 1024
 """The area of a control image (diffusers pipeline_qwenimage_edit_plus.py ``VAE_IMAGE_SIZE``)."""
 MATCHED = f"{MODEL}model_kwargs.match_target_res"
@@ -338,5 +344,23 @@ def write_validation(fields: Fields) -> Settings:
     sample = shape or trained
     settings: Settings = {f"{SAMPLE}width": sample.width, f"{SAMPLE}height": sample.height}
     settings[f"{SAMPLE}guidance_scale"] = 5 if sample.cfg else 1
-    settings[f"{SAMPLE}prompts"] = ["a prompt of yours"]
+    settings |= _written_prompt(fields["model"])
     return settings | {f"{SAMPLE}num_frames": sample.frames}
+
+
+def _written_prompt(model: str) -> Settings:
+    """A prompt, and beside it the image that some models sample from."""
+    prompt = "a prompt of yours"
+    if model not in ARCHES or ARCHES[model][0].partition(":")[0] not in EDITS:
+        return {f"{SAMPLE}prompts": [prompt]}
+    return {f"{SAMPLE}samples[0].prompt": prompt, f"{SAMPLE}samples[0].ctrl_img": "data/my_references/sample.png"}
+
+
+def samples_without_image(settings: Settings) -> bool:
+    """Whether there is a prompt without a control image, which stands beside it, or in it behind ``--ctrl_img``."""
+    own = {name.rpartition(".")[0] for name in settings if name.startswith(f"{SAMPLE}samples")}
+    if not own:
+        return any("--ctrl_img" not in prompt for prompt in words_of(settings, f"{SAMPLE}prompts"))
+    images = {name.rpartition(".")[0] for name in settings if ".ctrl_img" in name and settings[name]}
+    prompts = (settings.get(f"{each}.prompt") for each in own - images)
+    return any(prompt is not None and "--ctrl_img" not in str(prompt) for prompt in prompts)

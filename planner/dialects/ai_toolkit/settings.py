@@ -33,6 +33,7 @@ from planner.dialects.ai_toolkit.models import (
     write_shape,
     write_validation,
 )
+from planner.dialects.ai_toolkit.refusals import stops
 from planner.dialects.base import config_text, flags
 from planner.dialects.base.bindings import (
     ONLY_LORA,
@@ -486,6 +487,7 @@ DIALECT: Dialect = Dialect(
     steps=(f"{TRAIN}steps", f"{TRAIN}gradient_accumulation_steps"),
     table=TABLE,
     read_script=read_script,
+    stops=stops,
     remarks=remarks,
     notes=notes,
     moves=MOVES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from planner.dialects.base import flags
 from planner.dialects.base.bindings import Remark, Settings
@@ -28,6 +28,13 @@ def parse_program(trainer: str, program: PythonCommand, launch: Settings, notes:
 def refused_flags(parsed: flags.Parsed) -> tuple[Remark, ...]:
     """What ends the run before it starts, of a command line that was parsed."""
     return tuple(Remark(name, why) for name, why in parsed.refused.items())
+
+
+def token_beside_wandb(settings: Settings, source: str) -> Iterator[Remark]:
+    """What diffusers' examples, and scripts that were made of them, check first: a token on the command line, which
+    wandb would log."""
+    if settings.get("--report_to") == "wandb" and settings.get("--hub_token") is not None:
+        yield Remark("--hub_token", f"refused with --report_to wandb: log in by hf auth login instead ({source})")
 
 
 def command_line(settings: Settings, extra: Mapping[str, object], launcher: Iterable[str]) -> str:

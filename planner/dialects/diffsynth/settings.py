@@ -46,6 +46,7 @@ from planner.dialects.diffsynth.names import (
     files_of,
     folder_of,
 )
+from planner.dialects.diffsynth.refusals import FP8, OFFLOADED, QUANT, stops
 from planner.errors import VplanError
 from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER
 from planner.layout.trainer_terms.diffsynth import MODEL_OFFLOAD, ZERO_INIT
@@ -385,7 +386,9 @@ def files(plan: Plan, settings: Settings) -> dict[str, str]:
         # Caching has no optimizer, without which DeepSpeed ends: "zero stage 2 requires an optimizer" (0.19.8).
         by_engine = plan.strategy.sharding.startswith("zero")
         alone = {name: value for name, value in train.items() if not (by_engine and name.startswith("launch:"))}
-        caching = alone | {"--task": "sft:data_process", "--offload_models": _listed(settings)[0]}
+        # The model waits on disk for its turn that never comes, where it can be neither quantised nor in fp8.
+        alone = {name: value for name, value in alone.items() if name not in (QUANT, FP8)}
+        caching = alone | {"--task": "sft:data_process", OFFLOADED: _listed(settings)[0]}
         text += command_line(caching, data | extra | {"--output_path": "models/train/cache"}, launcher)
         data = {"--dataset_base_path": "models/train/cache"}
     if plan.trainer.endswith(f"@{MODEL_OFFLOAD}"):
@@ -507,6 +510,7 @@ DIALECT = Dialect(
         ),
     ),
     read_script=read_script,
+    stops=stops,
     remarks=_remarks,
     notes=_notes,
     moves=(

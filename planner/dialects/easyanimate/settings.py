@@ -19,7 +19,13 @@ from planner.dialects.base.bindings import (
     Value,
     When,
 )
-from planner.dialects.base.commands import command_line, command_settings, parse_program, script_head
+from planner.dialects.base.commands import (
+    command_line,
+    command_settings,
+    parse_program,
+    script_head,
+    token_beside_wandb,
+)
 from planner.dialects.base.common_bindings import EXPANDABLE, GPUS, NODES, our_defaults, require_model
 from planner.dialects.base.dialect import Dialect, Invocation, Move
 from planner.dialects.base.launchers import ON_HOST, engine, launch_settings, several_gpus
@@ -377,6 +383,7 @@ DIALECT = Dialect(
         Choice("optimizer", {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}, "came": {"--use_came": True}}),
     ),
     read_script=read_script,
+    stops=lambda settings: token_beside_wandb(settings, f"{AT}:861"),
     remarks=_remarks,
     notes=_own_notes,
     moves=MOVES,

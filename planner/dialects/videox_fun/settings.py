@@ -8,8 +8,16 @@ from functools import partial
 
 from planner.catalog import lookup
 from planner.dialects.base import flags
-from planner.dialects.base.bindings import Choice, Fields, FunctionPair, InexpressibleError, Settings, UnsupportedValue
-from planner.dialects.base.commands import parse_program
+from planner.dialects.base.bindings import (
+    Choice,
+    Fields,
+    FunctionPair,
+    InexpressibleError,
+    Remark,
+    Settings,
+    UnsupportedValue,
+)
+from planner.dialects.base.commands import parse_program, token_beside_wandb
 from planner.dialects.base.dialect import MAY_NEED_LESS, Invocation, Move
 from planner.dialects.base.engine_files.fsdp_launch import OFFLOAD, VERSION, Units, fsdp_notes
 from planner.dialects.base.launchers import ON_HOST, by_fsdp, engine, launch_settings, several_gpus, stage_3_notes
@@ -215,6 +223,16 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{what}: it takes more than this (scripts/wan2.2/train_lora.py log_validation)"
 
 
+IN_DATA_LOADER = "--enable_text_encoder_in_dataloader"
+
+
+def _stops(settings: Settings) -> Iterator[Remark]:
+    yield from token_beside_wandb(settings, f"{AT} scripts/wan2.1/train.py:750")
+    if settings.get(IN_DATA_LOADER) and "scripts/hunyuanvideo/" in str(settings["script"]):
+        why = f"refused by HunyuanVideo's scripts at the first batch ({AT} scripts/hunyuanvideo/train_lora.py:1689)"
+        yield Remark(IN_DATA_LOADER, why)
+
+
 DIALECT = replace(
     easyanimate.DIALECT,
     name="videox-fun",
@@ -242,6 +260,7 @@ DIALECT = replace(
         Choice("optimizer", {"adamw": {}, "adamw-8bit": {"--use_8bit_adam": True}, "came": {"--use_came": True}}),
     ),
     read_script=read_script,
+    stops=_stops,
     notes=_notes,
     files=files,
     moves=(

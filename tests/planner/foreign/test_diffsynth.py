@@ -204,6 +204,17 @@ def test_a_command_that_only_encodes_is_not_priced(tmp_path: Path) -> None:
         read(tmp_path, WAN, "--task sft:data_process")
 
 
+@pytest.mark.parametrize(("weights", "flag"), [("nf4", "--quant_options"), ("fp8", "--fp8_models")])
+def test_the_model_is_not_quantised_while_a_cache_is_made(weights: str, flag: str) -> None:
+    """On disk and with a method it ends in a ValueError (diffsynth/core/loader/model.py:36 at fed7b18); in fp8 it is
+    loaded, whatever --offload_models says."""
+    strategy = Strategy.read({"text_encoder": "cached", "vae": "cached", "weights_dtype": weights})
+    plan = Plan(job=job_for(lookup.model("wan2.1-t2v-14b"), {}), strategy=strategy, machine=Machine(gpu="24GB"))
+    caching, training = export(plan, "diffsynth", take_nearest=True).files["train.sh"].split("accelerate launch ")[1:]
+    assert "--offload_models" in caching and flag not in caching
+    assert flag in training
+
+
 def test_adafactor_of_transformers_is_refused(tmp_path: Path) -> None:
     """Its ``relative_step=True`` takes no lr, which runner.py gives to every optimizer (transformers 5)."""
     files = f"{WAN}:diffusion_pytorch_model*.safetensors,{REST.format(WAN)}"
