@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from planner.dialects.base.bindings import Remark, Settings
 from planner.dialects.base.values import integer, number
 from planner.dialects.simpletuner import lycoris_config
+from planner.dialects.simpletuner.aspect_buckets import VALIDATED_FRAMES
 from planner.dialects.simpletuner.block_checkpoints import INTERVAL, ONE_BY_ONE, SEGMENTS, STRIDE
 from planner.dialects.simpletuner.defaults import is_true
 from planner.dialects.simpletuner.models import CONFIG, FAST_SCHEDULE, SCHEDULED, family_of, of
@@ -56,6 +57,10 @@ ONE_BACKEND = {"hidream": "text_encoder_4_precision"}
 
 GIVES_WAY = "int4-quanto"
 """Its precision that is taken back there where the base has another."""
+
+BY_EIGHT = ("ltxvideo2",)
+"""Families whose validation makes a multiple of eight frames and one more, also where it is off
+(helpers/models/ltxvideo2/model.py:1543)."""
 
 SWAP = "musubi_blocks_to_swap"
 LYCORIS_KEYS = ("multiplier", "linear_alpha")
@@ -112,6 +117,10 @@ def _of_family(settings: Settings) -> Iterator[Remark]:
     ):
         where = OF_FAMILY.format(family)
         yield Remark("model_flavour", f"refused as {flavour} without {FAST_SCHEDULE} ({where})")
+    frames = integer(of(settings, VALIDATED_FRAMES) or 1, VALIDATED_FRAMES)
+    if family in BY_EIGHT and frames % 8 != 1 and not is_true(of(settings, "validation_audio_only")):
+        why = f"refused as {frames}: a multiple of 8, and one more ({OF_FAMILY.format(family)}:1543)"
+        yield Remark(VALIDATED_FRAMES, why)
 
 
 def uses_sage(settings: Settings) -> bool:

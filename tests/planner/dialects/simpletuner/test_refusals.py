@@ -26,6 +26,7 @@ FLUX = {"model_family": "flux"}
 SCHNELL = {"model_family": "flux", "model_flavour": "schnell"}
 SD3 = {"model_family": "sd3", "model_flavour": "large", "resolution": 512}
 HIDREAM = {"model_family": "hidream"}
+LTX = {"model_family": "ltxvideo2", "resolution": 480}
 WAN = {"model_family": "wan", "base_model_precision": "fp8-quanto"}
 ENCODER, LLAMA = "text_encoder_1_precision", "text_encoder_4_precision"
 INTERVAL, STRIDE = "gradient_checkpointing_interval", "gradient_checkpointing_segment_stride"
@@ -59,6 +60,7 @@ def case_of(folder: Path, changes: dict[str, Any], gpu: str = "80GB", host_ram: 
         ({ENCODER: "int8-quanto", "text_encoder_2_precision": "int4-torchao"}, "text_encoder_2_precision", "together"),
         (INT8 | {ENCODER: "int8-sdnq"}, ENCODER, "with base_model_precision int8-quanto"),
         ({ENCODER: "fp8-native", "quantize_via": "pipeline"}, ENCODER, "with quantize_via pipeline"),
+        (LTX | {"validation_num_video_frames": 80}, "validation_num_video_frames", "a multiple of 8, and one more"),
         (HIDREAM | NF4 | {LLAMA: "int8-quanto"}, LLAMA, "helpers/models/hidream"),
     ],
 )
@@ -90,6 +92,8 @@ def test_what_its_code_ends_for_is_said(changes: dict[str, Any], flag: str, word
         NF4 | {ENCODER: "int8-quanto"},
         INT8_TORCHAO | {ENCODER: "int8-quanto", "quantize_via": "pipeline"},
         {ENCODER: "int8-sdnq"},
+        LTX | {"validation_num_video_frames": 81},
+        LTX | {"validation_num_video_frames": 80, "validation_audio_only": True},
         HIDREAM | INT8_TORCHAO | {LLAMA: "int4-quanto"},  # taken back by itself
     ],
 )
