@@ -82,7 +82,7 @@ from planner.dialects.simpletuner.number_formats import (
     write_formats,
     write_optimizer,
 )
-from planner.dialects.simpletuner.refusals import TEXT_ENCODERS, said_beside, stops
+from planner.dialects.simpletuner.own_checks import TEXT_ENCODERS, said_beside, stops
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
 from planner.layout.trainer_terms.simpletuner import (

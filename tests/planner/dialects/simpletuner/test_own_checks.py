@@ -1,4 +1,4 @@
-"""planner/dialects/simpletuner/refusals.py: what SimpleTuner's own code ends a run for is said, and not offered."""
+"""planner/dialects/simpletuner/own_checks.py: what SimpleTuner's own code ends a run for is said, and not offered."""
 
 from __future__ import annotations
 
