@@ -13,6 +13,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "gradient_accumulation_steps": 1,
         "gradient_checkpointing": True,
         "gradient_checkpointing_backend": "torch",
+        "num_train_epochs": 1,
         "optimizer": "adamw_bf16",
         "ramtorch_text_encoder_percent": 100,
         "ramtorch_transformer_percent": 100,

@@ -82,6 +82,10 @@ ASSISTED = {"z_image": ("", "turbo", "turbo-ostris-v2"), "flux": ("schnell",)}
 """Family -> flavours whose LoRA is trained beside a frozen one, which is loaded unasked (ASSISTANT_LORA_FLAVOURS and
 DEFAULT_MODEL_FLAVOUR of helpers/models/z_image/model.py and flux/model.py at bc8e6ab7)."""
 
+SCHEDULED, FAST_SCHEDULE = (("flux", "schnell"),), "flux_fast_schedule"
+"""(Family, flavour) that does not start without that key, and the key, which chooses timesteps alone
+(helpers/models/flux/model.py ``check_user_config``)."""
+
 STAGES = ("high", "low")
 """What the flavours of a model of two experts end with: one is trained at a time (helpers/models/wan/model.py
 ``_wan_stage_info``)."""
@@ -141,4 +145,5 @@ def write_model(fields: Fields) -> Settings:
         flavour = f"{flavour.rpartition('-')[0]}-{fields['experts']}"
     if (dtype := fields["weights_dtype"]) == "nf4" and dtype in MODELS[family]:
         flavour = dtype
-    return {f"{CONFIG}model_family": family, f"{CONFIG}model_flavour": flavour}
+    settings: Settings = {f"{CONFIG}model_family": family, f"{CONFIG}model_flavour": flavour}
+    return settings | ({f"{CONFIG}{FAST_SCHEDULE}": True} if (family, flavour) in SCHEDULED else {})

@@ -63,7 +63,17 @@ from planner.dialects.simpletuner.data_file import (
 )
 from planner.dialects.simpletuner.defaults import is_true
 from planner.dialects.simpletuner.files import files
-from planner.dialects.simpletuner.models import ASSISTED, CONFIG, MODELS, family_of, is_on, model_of, of, write_model
+from planner.dialects.simpletuner.models import (
+    ASSISTED,
+    CONFIG,
+    FAST_SCHEDULE,
+    MODELS,
+    family_of,
+    is_on,
+    model_of,
+    of,
+    write_model,
+)
 from planner.dialects.simpletuner.number_formats import (
     OPTIMIZERS,
     WRITTEN,
@@ -72,6 +82,7 @@ from planner.dialects.simpletuner.number_formats import (
     write_formats,
     write_optimizer,
 )
+from planner.dialects.simpletuner.own_checks import TEXT_ENCODERS, said_beside, stops
 from planner.errors import VplanError, quoted
 from planner.layout.trainer_terms.attention_masks import unpriced_masks_note
 from planner.layout.trainer_terms.simpletuner import (
@@ -476,11 +487,6 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
         yield Remark("musubi_blocks_to_swap", "this family swaps no blocks")
 
 
-TEXT_ENCODERS = tuple(f"text_encoder_{number}_precision" for number in range(1, 5))
-"""Quantise text encoders before they encode what is cached (helpers/training/trainer.py ``init_precision`` with
-``preprocessing_models_only``); priced are encoders in 16 bits. Then they are gone, whatever it is."""
-
-
 def _names(settings: Settings) -> set[str]:
     """The keys of the config, and what the sets have of them."""
     of_sets = {"train_batch_size"} if BATCH in settings else set()
@@ -541,12 +547,18 @@ def _by_torchao(settings: Settings) -> str:
     return str(of(settings, "base_model_precision")).replace("-quanto", "-torchao")
 
 
-def _quantised(dtype: str, what: str, *more: str) -> Move:
-    """Quantising the base of an adapter. ``dtype``: ours; ``what``: in words; ``more``: settings that go with it."""
+def _quantised_words(settings: Settings, base: str, via: str = "") -> list[str]:
+    """``base``, ``via``: ``base_model_precision``, and ``quantize_via`` where it changes."""
+    said = [f"base_model_precision: {base}", *([f"quantize_via: {via}"] if via else [])]
+    return said + said_beside(settings, base, via or str(of(settings, "quantize_via")))
+
+
+def _quantised(dtype: str, what: str, via: str = "") -> Move:
+    """Quantising the base of an adapter. ``dtype``: ours; ``what``: in words; ``via``: its ``quantize_via``."""
     return Move(
         {"weights_dtype": dtype},
         what,
-        words_for=lambda settings: [f"base_model_precision: {WRITTEN[dtype]}", *more],
+        words_for=lambda settings: _quantised_words(settings, WRITTEN[dtype], via),
         when=lambda fields: (
             fields["method"] == "lora"
             and fields["version"] not in (*WHOLE, *BY_RAMTORCH)
@@ -578,7 +590,7 @@ def _pair(
 TABLE: tuple[Binding | When, ...] = (
     _pair(
         {"model": ", ".join(MODELS), "experts": "high, low"},
-        (f"{CONFIG}model_family", f"{CONFIG}model_flavour"),
+        tuple(f"{CONFIG}{name}" for name in ("model_family", "model_flavour", FAST_SCHEDULE)),
         model_of,
         write_model,
     ),
@@ -700,6 +712,7 @@ DIALECT: Dialect = Dialect(
     remarks=_remarks,
     notes=_notes,
     version=_version,
+    stops=stops,
     moves=(
         Move({"expandable_segments": True}, "free"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
@@ -713,7 +726,7 @@ DIALECT: Dialect = Dialect(
         Move(
             {"version": ""},
             "torchao rounds the layers that Quanto leaves",
-            words_for=lambda settings: [f"base_model_precision: {_by_torchao(settings)}", "quantize_via: cpu"],
+            words_for=lambda settings: _quantised_words(settings, _by_torchao(settings), "cpu"),
             when=lambda fields: fields["version"] in (QUANTO, QUANTO_WHOLE),
             lossy=True,
         ),
@@ -730,8 +743,8 @@ DIALECT: Dialect = Dialect(
             by_fields=_more_swapped,
             when=lambda fields: fields["version"] not in BY_RAMTORCH,
         ),
-        _quantised("int8", "the frozen base is rounded to 8 bits", "quantize_via: cpu"),
-        _quantised("fp8", "the frozen base is rounded to 8 bits", "quantize_via: cpu"),
+        _quantised("int8", "the frozen base is rounded to 8 bits", "cpu"),
+        _quantised("fp8", "the frozen base is rounded to 8 bits", "cpu"),
         _quantised("nf4", "the frozen base is rounded to 4 bits"),
     ),
     files=_files,

@@ -48,6 +48,15 @@ def refused(asked: Plan) -> dict[str, tuple[object, object]]:
     return {each.field: (each.value, each.instead) for each in error.value.values}
 
 
+def test_what_schnell_does_not_start_without_is_written(tmp_path: Path) -> None:
+    """helpers/models/flux/model.py ``check_user_config``."""
+    config, _ = written(tmp_path, plan("flux.1-schnell"))
+    assert (config["model_flavour"], config["flux_fast_schedule"]) == ("schnell", True)
+    assert translate(*dialects.read_script(from_file(tmp_path / "config/config.json"))).refused == ()
+    dev, _ = written(tmp_path / "dev", plan("flux.1-dev"))
+    assert dev["model_flavour"] == "dev" and "flux_fast_schedule" not in dev
+
+
 def test_dora_is_peft_s_where_it_is_on_the_layers_that_are_recorded(tmp_path: Path) -> None:
     config, _ = written(tmp_path, plan("z-image", {"adapter": "dora"}))
     assert config["use_dora"] is True and "use_dora" not in written(tmp_path / "lora", plan("z-image"))[0]
