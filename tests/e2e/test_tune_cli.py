@@ -39,7 +39,13 @@ def tune(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tupl
 def test_the_whole_experience(capsys: pytest.CaptureFixture[str], tmp_path: Path, home: Path) -> None:
     path = tmp_path / "plan.toml"
     page, talk = tune(capsys, *ONE, *SHORT, *SIMULATE, "-o", str(path))
-    for words in ("CogVideoX 2B", "proved: used", "of 9.00 (estimated", "3 probes: no other plan", "runners-up"):
+    for words in (
+        "CogVideoX 2B",
+        "simulated, so not proved on any card: used",
+        "of 9.00 (estimated",
+        "3 probes: no other plan",
+        "runners-up",
+    ):
         assert words in page
     assert "[1] " in talk and "oom in" in talk and "Traceback" not in talk and "\x1b" not in talk
     plan = read_plan(path)

@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from planner.catalog import lookup
+from planner.dialects.ai_toolkit.config_checks import stops
 from planner.dialects.ai_toolkit.lokr import lokr_note, rank_of, write_rank
 from planner.dialects.ai_toolkit.models import (
     ARCHES,
@@ -33,7 +34,6 @@ from planner.dialects.ai_toolkit.models import (
     write_shape,
     write_validation,
 )
-from planner.dialects.ai_toolkit.refusals import stops
 from planner.dialects.base import config_text, flags
 from planner.dialects.base.bindings import (
     ONLY_LORA,

@@ -25,6 +25,7 @@ from planner.dialects.base.launchers import ON_HOST, SAVED_WHOLE, engine, launch
 from planner.dialects.base.layer_names import WAN_LAYERS
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import PythonCommand, Script
+from planner.dialects.diffsynth.file_checks import FP8, OFFLOADED, QUANT, stops
 from planner.dialects.diffsynth.names import (
     AT,
     BASE,
@@ -46,7 +47,6 @@ from planner.dialects.diffsynth.names import (
     files_of,
     folder_of,
 )
-from planner.dialects.diffsynth.refusals import FP8, OFFLOADED, QUANT, stops
 from planner.errors import VplanError
 from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER
 from planner.layout.trainer_terms.diffsynth import MODEL_OFFLOAD, ZERO_INIT

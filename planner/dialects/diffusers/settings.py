@@ -28,7 +28,7 @@ from planner.dialects.diffusers.bitsandbytes import BASE, BNB, DOUBLE, quantised
 from planner.dialects.diffusers.deepspeed import MOVES, deepspeed, deepspeed_notes
 from planner.dialects.diffusers.models import AT, DREAMBOOTH, READ_TOO, SCRIPTS
 from planner.dialects.diffusers.prompt_length import PROMPT_LENGTH
-from planner.dialects.diffusers.refusals import stops
+from planner.dialects.diffusers.script_checks import stops
 from planner.layout.trainer_terms.diffusers import IN_LOOP, PARTS, PRIOR, REMOTE, SCALES_IN_FP32, WHOLE_TEXT_ENCODER
 from planner.spec.job import QUANTISED, SPLIT
 from planner.spec.plan import Plan

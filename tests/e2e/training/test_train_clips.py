@@ -74,7 +74,7 @@ def test_clips_become_a_lora_file_with_one_rank_and_with_two(place: Path, tmp_pa
         assert answer["steps"] == 4
         assert [Path(sample).name for sample in answer["samples"]] == ["step-00000004-0.mp4"]
         for sample in answer["samples"]:
-            assert clips.probe(Path(sample)) == (9, 16, 48, 64)
+            assert clips.probe(Path(sample)) == (9, 16, 48, 64, ())
         (tracked,) = EventAccumulator(str(tmp_path / str(gpus) / "vplan")).Reload().Images("samples/1")
         with Image.open(io.BytesIO(tracked.encoded_image_string)) as video:
             assert (tracked.step, video.format, video.n_frames, video.size) == (4, "GIF", 9, (64, 48))
