@@ -98,12 +98,14 @@ def in_buckets(
     samples: list[Sample] = []
     faults: list[Fault] = []
     notes: list[str] = []
-    for source, found in scans:
-        made, unfit, words = assign(found.clips, profile, job, source)
+    for source, scan in scans:
+        assigned = assign(scan.clips, profile, job, source)
         opening = f"{Path(source.folder).name}/" if len(scans) > 1 else ""
-        samples += [sample._replace(clip=sample.clip._replace(name=opening + sample.clip.name)) for sample in made]
-        faults += [fault._replace(name=opening + fault.name) for fault in sorted((*found.faults, *unfit))]
-        notes += [f"{opening} {note}".lstrip() for note in (*words, *_unused(found.unused))]
+        samples += [
+            sample._replace(clip=sample.clip._replace(name=opening + sample.clip.name)) for sample in assigned.samples
+        ]
+        faults += [fault._replace(name=opening + fault.name) for fault in sorted((*scan.faults, *assigned.unfit))]
+        notes += [f"{opening} {note}".lstrip() for note in (*assigned.notes, *_unused(scan.unused))]
     if faults and not (skip_bad and samples):
         raise refused(faults, len(samples) + len(faults))
     return Dataset(tuple(samples), tuple(faults), tuple(notes))

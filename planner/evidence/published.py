@@ -380,21 +380,28 @@ def fill_defaults(implementation: str, job: dict[str, Any], strategy: dict[str, 
         strategy.setdefault("compute_dtype", computed.pop())
 
 
-def _published(measured: Mapping[str, Any], where: str) -> tuple[str, Counter, tuple[Interval, ...]]:
+class _Measured(NamedTuple):
+    """What a row says was measured."""
+
+    outcome: str
+    counter: Counter
+    intervals: tuple[Interval, ...]
+    """empty where only the outcome counts"""
+
+
+def _published(measured: Mapping[str, Any], where: str) -> _Measured:
+    """Somebody else's row. Raises a VplanError for bounds that are no interval."""
     measurement = _Published.read(measured, f"{where}: measured")
     if measurement.outcome != "measured":
-        return measurement.outcome, measurement.counter, ()
+        return _Measured(measurement.outcome, measurement.counter, ())
     if measurement.low_gib is None or measurement.high_gib is None or measurement.low_gib > measurement.high_gib:
         fault = f"low_gib {measurement.low_gib} and high_gib {measurement.high_gib} are not an interval"
         raise VplanError(f"{where}: measured {fault}", "write the smaller one as low_gib, the larger as high_gib")
-    return (
-        measurement.outcome,
-        measurement.counter,
-        (Interval(measurement.counter, measurement.low_gib, measurement.high_gib),),
-    )
+    interval = Interval(measurement.counter, measurement.low_gib, measurement.high_gib)
+    return _Measured(measurement.outcome, measurement.counter, (interval,))
 
 
-def _own(measured: Mapping[str, Any], where: str) -> tuple[str, Counter, tuple[Interval, ...]]:
+def _own(measured: Mapping[str, Any], where: str) -> _Measured:
     """A probe's outcome and counters. A run that ended early saw only part of its peak, so only its outcome counts."""
     measurement = Measured.read(measured, f"{where}: measured")
     seen: dict[Counter, int | None] = {
@@ -403,4 +410,4 @@ def _own(measured: Mapping[str, Any], where: str) -> tuple[str, Counter, tuple[I
         "device": measurement.device_bytes,
     }
     exact = [Interval(counter, gib(size), gib(size)) for counter, size in seen.items() if size]
-    return measurement.outcome, "device", tuple(exact) if measurement.outcome in RAN else ()
+    return _Measured(measurement.outcome, "device", tuple(exact) if measurement.outcome in RAN else ())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.estimate.peak_moment import describe_moment
@@ -60,12 +60,13 @@ class Explanation:
 def asked_for(message: OomMessage, played: Sequence[ReplayedStage], most: int = 3) -> tuple[MatchingTensor, ...]:
     """The tensors of a job that may have asked, the likeliest first: printed alike, at about as much allocated."""
     requests: dict[tuple[str, str, str, int], list[int]] = {}
-    for entry, at, buffer, allocated in _requests(message.requested_text, played):
-        here = entry._replace(replayed=entry.replayed._replace(allocated_peak_at=at))
-        moment = describe_moment(here, entry.run.strategy)
-        program = entry.run.program
-        tensor = f"{program.category[buffer]} ({program.op[buffer]})"
-        requests.setdefault((entry.phase, moment, tensor, entry.run.sizes[buffer]), []).append(allocated)
+    for request in _requests(message.requested_text, played):
+        stage, run, buffer = request.stage, request.stage.run, request.buffer
+        here = stage._replace(replayed=stage.replayed._replace(allocated_peak_at=request.at))
+        moment = describe_moment(here, run.strategy)
+        tensor = f"{run.program.category[buffer]} ({run.program.op[buffer]})"
+        asker = stage.phase, moment, tensor, run.sizes[buffer]
+        requests.setdefault(asker, []).append(request.allocated_before_bytes)
     known = message.allocated_bytes
     ranked = []
     for (phase, moment, tensor, nbytes), before in requests.items():
@@ -75,8 +76,18 @@ def asked_for(message: OomMessage, played: Sequence[ReplayedStage], most: int = 
     return tuple(ranked[:most])
 
 
-def _requests(printed: str, played: Sequence[ReplayedStage]) -> Iterator[tuple[ReplayedStage, int, int, int]]:
-    """Every allocation that would be printed so: stage, index of its event, buffer, bytes allocated before it."""
+class _Request(NamedTuple):
+    """An allocation that the message may be about."""
+
+    stage: ReplayedStage
+    at: int
+    """index of its event in the stage"""
+    buffer: int
+    allocated_before_bytes: int
+
+
+def _requests(printed: str, played: Sequence[ReplayedStage]) -> Iterator[_Request]:
+    """Every allocation whose size a message would print so."""
     shown: dict[int, bool] = {}
     allocated = 0
     for entry in played:
@@ -92,7 +103,7 @@ def _requests(printed: str, played: Sequence[ReplayedStage]) -> Iterator[tuple[R
             if nbytes not in shown:
                 shown[nbytes] = nbytes > 0 and format_size(allocation_bytes(nbytes)) == printed
             if shown[nbytes]:
-                yield entry, at, event, before
+                yield _Request(entry, at, event, before)
             before += rounded
         allocated = allocated if alone else before
 

@@ -16,7 +16,6 @@ from planner.dialects.base.launchers import ON_HOST
 from planner.errors import VplanError
 from planner.foreign.export import (
     SLURM,
-    able,
     check_target,
     fields_of,
     flags_of,
@@ -24,6 +23,7 @@ from planner.foreign.export import (
     nearest_plan,
     priced,
     settings_and_fields,
+    writers_of,
 )
 from planner.foreign.trainer_policy import OURS, PRECISION, TrainerPolicy, plan_for, typed
 from planner.layout.experts import expert_assumption
@@ -317,7 +317,7 @@ def _check_possible(question: Question, dialect: Dialect, error: InexpressibleEr
     """A VplanError where the trainer does not train the model, or not by this method."""
     for each in error.values:
         if each.field in ("model", "method"):
-            exact, near = able(plan_for(question, question.job, question.strategy))
+            exact, near = writers_of(plan_for(question, question.job, question.strategy))
             others = [name for name in (*exact, *near) if name not in NO_TRAINERS]
             fix = f"`vplan suggest {question.job.model} --gpu {question.machine.gpu}` plans for vplan's own trainer"
             fix += f"; --for {', '.join(others)} for others that do" if others else ""

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,11 +65,20 @@ MOST_SHAPES = 20_000
 """Shapes that are tried in each attempt."""
 
 
-def prime_grid(
-    profile: ModelProfile, batch: int | None, short: bool = False
-) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """(shape to record at, values of the sums there, atoms that the tape fixes). ``batch``: None for a tape of any
-    batch; ``short``: use few tokens, for attention that makes whole tensors of scores.
+class PrimeShape(NamedTuple):
+    """A shape to record at, in latent units, at which every length shows in the sizes."""
+
+    grid: dict[str, int]
+    """atom -> its value"""
+    sums: dict[str, int]
+    """name of a length that is a sum of atoms -> its value there"""
+    regime: dict[str, int]
+    """atoms that the tape holds at alone, with their values"""
+
+
+def prime_grid(profile: ModelProfile, batch: int | None, short: bool = False) -> PrimeShape:
+    """The shape to record a model at. ``batch``: None for a tape of any batch; ``short``: use few tokens, for attention
+    that makes whole tensors of scores.
 
     The free atoms are primes at which every sum (such as F*H*W + T) is a large prime or a small multiple of one, so
     that sums can be recognised in sizes too; if there is no such shape, up to `RARE_TIMES` a prime. Lengths that are
@@ -107,7 +116,7 @@ def prime_grid(
         )
         if shown and not aligned and grid["B"] != grid["T"]:
             _check_positions(profile, kind.longest_side, max(grid["F"], grid["H"], grid["W"]))
-            return grid, sums, regime
+            return PrimeShape(grid, sums, regime)
     fault = f"{profile.name} has too many lengths that are sums: no shape shows them all"
     raise NoPrimeShape(fault, "a larger cell may have fewer: write patch = [1, 16, 16] for --inputs")
 
