@@ -7,6 +7,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +56,43 @@ def host_ram_bound() -> ProcessTreeRam:
     parts = [_fields(process.pid, "status", "Rss") for process in descendants()]
     private = sum(part.get("RssAnon", 0) + part.get("RssFile", 0) for part in parts)
     return ProcessTreeRam(private, private + sum(part.get("RssShmem", 0) for part in parts))
+
+
+MEASURE_SECONDS = 2.0
+"""Between exact measurements of host RAM that its bound calls for without having risen: adding mappings up holds the
+command up."""
+
+
+class RamPeak:
+    """The most host RAM that all processes below this one took, bytes, measured exactly only where its bound calls for
+    it."""
+
+    def __init__(self, spare_bytes: int) -> None:
+        self.spare_bytes = spare_bytes
+        """what they may take of this machine's RAM"""
+        self.peak_bytes = 0
+        """with pinned memory"""
+        self.pinned_peak_bytes = 0
+        self.held_bytes = 0
+        """of this machine's RAM, at the last exact measurement"""
+        self._highest_bound_bytes = 0
+        self._measured_at = time.monotonic()
+
+    def measure(self, pinned_bytes: int, now: float) -> None:
+        """Takes this moment into account. ``pinned_bytes``: what is pinned; ``now``: seconds of `time.monotonic`."""
+        self.pinned_peak_bytes = max(self.pinned_peak_bytes, pinned_bytes)
+        bound = host_ram_bound()
+        total = bound.private + pinned_bytes
+        # Below the peak it is no new one. Where it does not rise it may be: of processes that shared pages, one ended.
+        overdue = now - self._measured_at >= MEASURE_SECONDS
+        may_be_new = total > self._highest_bound_bytes or (overdue and total > self.peak_bytes)
+        if bound.held <= self.spare_bytes and not may_be_new:
+            return
+        self._highest_bound_bytes = max(self._highest_bound_bytes, total)
+        self._measured_at = now
+        exact = host_ram()
+        self.peak_bytes = max(self.peak_bytes, exact.private + pinned_bytes)
+        self.held_bytes = exact.held
 
 
 def _fields(pid: int, file: str, prefix: str) -> dict[str, int]:
