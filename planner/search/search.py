@@ -21,14 +21,14 @@ from planner.errors import NotEstimatedError
 from planner.estimate.estimate import Assessment, assess
 from planner.layout import margin
 from planner.search.checkpoint_count import CheckpointCount
-from planner.search.cost import TIGHTER, TIGHTEST, WORTH_LOSS, SpeedQueue
+from planner.search.cost import TIGHTER, TIGHTEST, WORTH_LOSS
 from planner.search.feasibility import Feasibility
-from planner.search.infeasible import Infeasible
 from planner.search.policy import EstimatePolicy, Policy
 from planner.search.pruning import Pruning
 from planner.search.question import Question, Suggestion, Switch
 from planner.search.screening import QuickEstimate, Screen
 from planner.search.space import Space, at_the_end, switched
+from planner.search.speed_order import Infeasible, SpeedQueue
 from planner.search.swap_count import SwapCount
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job
