@@ -190,9 +190,9 @@ def _step_count(configuration: Configuration, length: JobLength) -> _StepCount:
     return _StepCount(steps, epochs, {shape: count / sum(counts.values()) for shape, count in counts.items()})
 
 
-def _micro_batch(shape: Bucket, found: ShapeCount) -> int:
+def _micro_batch(shape: Bucket, count: ShapeCount) -> int:
     """Samples in a micro-batch. No sample appears twice in one, so it is smaller for a shape with fewer samples."""
-    return min(shape.batch_size or 1, max(1, found.draws // found.most))
+    return min(shape.batch_size or 1, max(1, count.draws // count.most))
 
 
 def _step(estimate: Estimate, runs: Mapping[Bucket, Run], shares: Mapping[Bucket, float] | None) -> Span:

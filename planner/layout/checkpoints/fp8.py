@@ -63,11 +63,11 @@ def _recomputations(run: Run) -> Recomputations:
     return recomputations(run, run.shared(alike_stretches), run.shared(forward_events))
 
 
-def _woven_recording(recording: Run, inputs: Inputs, found: Recomputations, first_new: int) -> _Woven:
-    return _woven(recording, recording.shared(alike_stretches), inputs, found, first_new)
+def _woven_recording(recording: Run, inputs: Inputs, recomputations: Recomputations, first_new: int) -> _Woven:
+    return _woven(recording, recording.shared(alike_stretches), inputs, recomputations, first_new)
 
 
-def _woven(run: Run, alike: dict[int, int], inputs: Inputs, found: Recomputations, first_new: int) -> _Woven:
+def _woven(run: Run, alike: dict[int, int], inputs: Inputs, recomputations: Recomputations, first_new: int) -> _Woven:
     """``first_new``: the number of the first new buffer."""
     by_block = dict(inputs)
     over = {(moment.module_list, moment.block): at for at, (moment, _) in enumerate(run.step.stretches)}
@@ -82,7 +82,7 @@ def _woven(run: Run, alike: dict[int, int], inputs: Inputs, found: Recomputation
             woven.append((STRATEGY_MOMENT._replace(passes="checkpoint"), _rounding(given, kept, first_new)))
             events = [*events, *(~buffer for buffer in given)]
         elif given and moment.passes == "backward":
-            begins, ends = found[alike[at]] or (0, len(events) if at == over[block] else None)
+            begins, ends = recomputations[alike[at]] or (0, len(events) if at == over[block] else None)
             coming = () if block in brought else given
             brought.add(block)
             going: list[int] = []

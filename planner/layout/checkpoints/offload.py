@@ -38,12 +38,12 @@ def _with_inputs_offloaded(run: Run) -> list[tuple[Moment, list[int]]]:
     return run.shared(_woven_recording, recomputations(run, run.shared(alike_stretches), run.shared(forward_events)))
 
 
-def _woven_recording(recording: Run, found: Recomputations) -> list[tuple[Moment, list[int]]]:
-    return _woven(recording, recording.shared(alike_stretches), recording.shared(forward_events), found)
+def _woven_recording(recording: Run, recomputations: Recomputations) -> list[tuple[Moment, list[int]]]:
+    return _woven(recording, recording.shared(alike_stretches), recording.shared(forward_events), recomputations)
 
 
 def _woven(
-    run: Run, alike: dict[int, int], forward: Collection[Block], found: Recomputations
+    run: Run, alike: dict[int, int], forward: Collection[Block], recomputations: Recomputations
 ) -> list[tuple[Moment, list[int]]]:
     inputs, blocks = block_inputs(run), [*forward]
     before = dict(zip(blocks[1:], blocks, strict=False))
@@ -68,7 +68,7 @@ def _woven(
             woven.append((moment, [*events, *leaving]))
         else:
             events = without_frees(events, inputs[block])
-            begins, ends = found[alike[at]] or (0, len(events) if at == over[block] else None)
+            begins, ends = recomputations[alike[at]] or (0, len(events) if at == over[block] else None)
             woven.append((moment, [*events[:begins], *(frees if block in last and block not in brought else [])]))
             for fetched, name in ((block, "checkpoint"), (before.get(block), FETCHED_AHEAD)):
                 if fetched is not None and fetched not in brought:

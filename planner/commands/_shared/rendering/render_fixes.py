@@ -103,10 +103,10 @@ def print_larger_card(console: Console, larger: CheckedEstimate | None) -> None:
         console.print(f"unchanged it fits --gpu {found.machine.gpu} ({need})", markup=False)
 
 
-def print_more_ram(console: Console, ram: int | None, found: Estimate) -> None:
+def print_more_ram(console: Console, ram: int | None, estimate: Estimate) -> None:
     """Prints the host RAM with which the unchanged command fits."""
     if ram is not None:
-        early = found.host is not None and found.host.phase in ("encode", "load")
+        early = estimate.host is not None and estimate.host.phase in ("encode", "load")
         swap = "; swap space will do, as it is short only before training begins" if early else ""
         console.print(f"unchanged it fits --host-ram {ram // GIB}GiB{swap}", markup=False)
 

@@ -86,13 +86,13 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]
         console.print(f"{names}: {note}", style="dim")
 
 
-def _print_with_words_beneath(console: Console, found: Table, beneath: Sequence[str | Text]) -> None:
+def _print_with_words_beneath(console: Console, table: Table, beneath: Sequence[str | Text]) -> None:
     """Prints a table with each row's words on a line below it, for terminals too narrow for a last column."""
     from rich.padding import Padding
     from rich.text import Text
 
     with console.capture() as captured:
-        console.print(found)
+        console.print(table)
     heading, *lines = captured.get().splitlines()
     console.print(Text.from_ansi(heading))
     for line, words in zip(lines, beneath, strict=True):
