@@ -137,12 +137,12 @@ def _compare_memory(
     predict = _predictor(_cards(own) if calibrated else {})
     with click.progressbar(rows, label="estimating", file=sys.stderr, hidden=not sys.stderr.isatty()) as progress:
         compared = compare(progress, predict, estimated_after_step)
-    rehearsed = [entry for entry in compared if entry.row.taken == "rehearsed"]
+    rehearsed = [entry for entry in compared if entry.row.origin == "rehearsed"]
     peaks = published_rehearsals.rehearsed_peaks()
     compared = [
-        replace(entry, rehearsed_gib=peaks.get(entry.row.id) if entry.row.taken == "published" else None)
+        replace(entry, rehearsed_gib=peaks.get(entry.row.id) if entry.row.origin == "published" else None)
         for entry in compared
-        if entry.row.taken != "rehearsed"
+        if entry.row.origin != "rehearsed"
     ]
     found = answer(compared)
     found["published_rehearsals"] = published_rehearsals.summary(compared)

@@ -151,7 +151,7 @@ def _whole_job(found: Checked, typed: int | None, prices: tuple[str, ...]) -> Wh
     """The whole job of a run that fits: with the typed number of steps, else the command's."""
     case, estimate = found.case, found.outcome.estimate
     has_hours = case.job.method != "sample" and estimate.timed
-    steps = case.dialect.optimizer_steps(case.given.settings) if has_hours else None
+    steps = case.dialect.optimizer_steps(case.invocation.settings) if has_hours else None
     return whole_job_of(asked_steps(typed or steps, prices), estimate, case.trainer)
 
 
@@ -242,9 +242,9 @@ def print_checked(console: Console, found: Checked, whole: WholeJob | None = Non
         console.print("as read:", markup=False)
     for note in found.assumptions:
         print_lines(console, wrapped(f"  {note}", console.width, "  "), "dim")
-    _print_remarks(console, "no longer exists", case.given.removed)
+    _print_remarks(console, "no longer exists", case.invocation.removed)
     _print_remarks(console, "has no effect here", found.ineffective)
-    unknown = [name for name in case.given.unknown if name not in {each.flag for each in refused}]
+    unknown = [name for name in case.invocation.unknown if name not in {each.flag for each in refused}]
     if unknown:
         console.print(f"unknown option of this script: {', '.join(unknown)}", style="yellow", markup=False)
     console.print()

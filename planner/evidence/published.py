@@ -89,7 +89,7 @@ DEFAULTS = (
 """Documented defaults that differ from our trainer's, or might in future; each is taken from the source it names."""
 
 
-TAKEN_BY: Mapping[str, Literal["measured", "rehearsed"]] = {"real": "measured", REHEARSED: "rehearsed"}
+ORIGIN_BY_RUNNER: Mapping[str, Literal["measured", "rehearsed"]] = {"real": "measured", REHEARSED: "rehearsed"}
 """Runner of one of our rows -> how it was taken; with any other runner it is simulated."""
 
 SHORT_RUNS = (("cogvideox-factory", "metrics.sh"),)
@@ -176,7 +176,7 @@ class Row:
     """the phases that one of our probes went through"""
     version: str = ""
     """of the implementation, if its publisher gives one"""
-    taken: Literal["published", "measured", "rehearsed", "simulated"] = "published"
+    origin: Literal["published", "measured", "rehearsed", "simulated"] = "published"
     """by others; by our own trainer on a GPU or a virtual GPU; or on a simulated machine"""
     grid: str | None = None
     """the grid that it belongs to"""
@@ -308,7 +308,7 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         unsupported=unsupported,
         phases=frozenset() if published else _phases(line),
         version=_version(line.source),
-        taken="published" if published else TAKEN_BY.get(line.runner, "simulated"),
+        origin="published" if published else ORIGIN_BY_RUNNER.get(line.runner, "simulated"),
         grid=line.grid,
         held_out=line.grid is not None and in_held_out_half(line.id),
         step_seconds=None if published else line.measured.get("step_seconds"),

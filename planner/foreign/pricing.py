@@ -44,7 +44,7 @@ class Pricing:
     def __init__(self, case: Case, other: Pricing | None = None) -> None:
         """``other``: of the same command on another card, whose recordings are laid out already."""
         self.model, self.gpu = case.model, case.gpu
-        self.zero = zero_settings(case.given.settings)
+        self.zero = zero_settings(case.invocation.settings)
         self.library: Library = other.library if other else Library()
         self.run_caches: dict[str, RunCache] = other.run_caches if other else {}
         self.screens: dict[str, Screen] = {}

@@ -101,5 +101,5 @@ def test_a_bare_script_behind_cd_is_its_trainers(folder: str, tmp_path: Path) ->
 def test_dropout_of_adapters_is_told_and_left_out(command: str, tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(f"{command} --fp8_base --gradient_checkpointing\n")
     case = read_case(*dialects.read_script(from_file(tmp_path / "a.sh")), {}, {"gpu": "80GB"})
-    assert case.reading.job["lora_dropout"] == 0.1 and case.job.lora_dropout == 0
+    assert case.translation.job["lora_dropout"] == 0.1 and case.job.lora_dropout == 0
     assert any("LoRA dropout 0.1" in note for note in case.notes)
