@@ -12,7 +12,7 @@ from planner.layout.checkpoints.block_inputs import block_inputs
 from planner.layout.checkpoints.recomputation import Recomputations, alike_stretches, forward_events, recomputations
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.tape.format import Monomial, Tape
-from planner.tape.program import Block, Moment
+from planner.tape.program import Block, Moment, frees
 
 NUMBER_BYTES = (2, 4)
 """Of what blocks hand on."""
@@ -87,7 +87,7 @@ def _woven(run: Run, alike: dict[int, int], inputs: Inputs, recomputations: Reco
             brought.add(block)
             going: list[int] = []
             if ends is not None and block not in freed:
-                going = [~buffer for buffer in given]
+                going = frees(given)
                 freed.add(block)
             events = _recomputed(events, kept, (begins, coming), (ends or 0, going))
         woven.append((moment, events))
@@ -135,7 +135,7 @@ def _recomputed(
 
 def _instead(events: list[int], kept: Mapping[int, list[int]]) -> list[int]:
     """Events with the frees of what is kept of the inputs in place of theirs."""
-    return [each for event in events for each in ([~buffer for buffer in kept.get(~event, ())] or (event,))]
+    return [each for event in events for each in (frees(kept.get(~event, ())) or (event,))]
 
 
 def _width(run: Run) -> int:
