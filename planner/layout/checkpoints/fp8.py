@@ -9,7 +9,13 @@ from typing import NamedTuple
 
 from planner.errors import NotEstimatedError
 from planner.layout.checkpoints.block_inputs import block_inputs
-from planner.layout.checkpoints.recomputation import Recomputations, alike_stretches, forward_events, recomputations
+from planner.layout.checkpoints.recomputation import (
+    Recomputations,
+    alike_stretches,
+    at_stretch,
+    forward_events,
+    recomputations,
+)
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.tape.format import Monomial, Tape
 from planner.tape.program import Block, Moment, frees
@@ -68,7 +74,9 @@ def _woven_recording(recording: Run, inputs: Inputs, recomputations: Recomputati
 
 
 def _woven(run: Run, alike: dict[int, int], inputs: Inputs, recomputations: Recomputations, first_new: int) -> _Woven:
-    """``first_new``: the number of the first new buffer."""
+    """The step with each block's inputs rounded before its forward, and back before it is recomputed. ``alike``,
+    ``recomputations``: as `alike_stretches` and `recomputations` say them; ``first_new``: the number of the first new
+    buffer."""
     by_block = dict(inputs)
     over = {(moment.module_list, moment.block): at for at, (moment, _) in enumerate(run.step.stretches)}
     kept: dict[int, list[int]] = {}
@@ -82,7 +90,7 @@ def _woven(run: Run, alike: dict[int, int], inputs: Inputs, recomputations: Reco
             woven.append((STRATEGY_MOMENT._replace(passes="checkpoint"), _rounding(given, kept, first_new)))
             events = [*events, *(~buffer for buffer in given)]
         elif given and moment.passes == "backward":
-            begins, ends = recomputations[alike[at]] or (0, len(events) if at == over[block] else None)
+            begins, ends = at_stretch(recomputations[alike[at]], len(events), at == over[block])
             coming = () if block in brought else given
             brought.add(block)
             going: list[int] = []
