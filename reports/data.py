@@ -24,7 +24,7 @@ from planner.layout.recordings import Library, load_facts
 from planner.layout.run import Facts
 from planner.search import capacity_axes, ladder
 from planner.search.capacity_map import Capacity, Cell, Forms, Mapper, Shape
-from planner.search.longest_clip import Longest, longest
+from planner.search.objectives.longest_clip import Longest, longest
 from planner.search.policy import EstimatePolicy, Policy
 from planner.search.question import Question, Switch
 from planner.search.screening import QuickEstimate, Screen

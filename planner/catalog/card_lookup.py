@@ -238,13 +238,13 @@ def smaller_cards(card: GpuProfile) -> tuple[GpuProfile, ...]:
 
 
 def installed_host_ram(card: GpuProfile, gpus: int) -> int:
-    """Host RAM per node, in bytes, that computers with such cards usually have: 32 GiB for cards under 40 GB, else 128
-    GiB per GPU. A card that shares its memory with the CPU has no RAM besides its own."""
+    """Host RAM per node, in bytes, that computers with such cards usually have: 32 GiB for each card under 40 GB, 128
+    GiB for each larger one. A card that shares its memory with the CPU has no RAM besides its own."""
     if card.has_working_set:
         return card.class_gb * GIB
     if card.unified:
         return card.allocatable_bytes
-    return 32 * GIB if card.class_gb * GB < 40 * GB else 128 * GIB * gpus
+    return (32 if card.class_gb < 40 else 128) * GIB * gpus
 
 
 def default_host_ram(card: GpuProfile, gpus: int, system: str = "linux") -> int:

@@ -58,7 +58,7 @@ from planner.errors import VplanError
 from planner.estimate.bucket_batches import EvenedPlan
 from planner.estimate.whole_job import WholeJob
 from planner.layout.unpriced import refuse_trainers_of_cuda
-from planner.search.objectives import PREFERRED
+from planner.search.objectives.objective import PREFERRED
 from planner.search.question import Question, Suggestion
 from planner.search.suggester import Suggester
 from planner.spec.job import Bucket

@@ -36,7 +36,7 @@ from planner.errors import VplanError
 from planner.evidence.measurement import REHEARSED, Setup
 from planner.launch.supported import check_computers
 from planner.layout.recordings import load_facts
-from planner.search.objectives import PREFERRED, chosen_objective
+from planner.search.objectives.objective import PREFERRED, chosen_objective
 from planner.search.question import Question, Switch
 from planner.search.screening import Screen
 from planner.search.space import switched

@@ -13,7 +13,7 @@ from planner.foreign.change_words import changed_words
 from planner.foreign.least_memory import LeastMemory
 from planner.foreign.pricing import Pricing
 from planner.foreign.smallest_change import Fix
-from planner.search import objectives
+from planner.search.objectives.objective import Objective, Value, frames, smaller_sizes
 from planner.spec.job import Bucket, Job, ValidationShape
 
 REPLAYS = 6
@@ -30,8 +30,8 @@ class Smaller:
     """An objective's values below those of a job, and the job with one of them: of several shapes those above it are
     cut to its frames, or left out for its size."""
 
-    objective: objectives.Objective
-    values: Sequence[objectives.Value]
+    objective: Objective
+    values: Sequence[Value]
 
     @property
     def cost(self) -> str:
@@ -42,7 +42,7 @@ class Smaller:
         """The largest of a job's shapes, as the objective counts."""
         return max(self._size(shape) for shape in job.shapes)
 
-    def put(self, job: Job, value: objectives.Value) -> Job:
+    def put(self, job: Job, value: Value) -> Job:
         """The job with a value."""
         if not job.buckets:
             return self.objective.put(job, value)
@@ -62,7 +62,7 @@ class Smaller:
 class Found(NamedTuple):
     """The largest value that fits, and the change of the command to it."""
 
-    value: objectives.Value
+    value: Value
     fix: Fix
 
 
@@ -86,9 +86,9 @@ def _kinds(case: Case) -> Iterator[Smaller]:
     model, job = case.model, case.job
     longest = max(shape.frames for shape in job.shapes)
     if model.kind == "video":
-        frames = objectives.frames(model)
-        yield Smaller(frames, frames.below(job.replace(frames=longest)))
-    sizes = objectives.smaller_sizes(model, job)
+        clips = frames(model)
+        yield Smaller(clips, clips.below(job.replace(frames=longest)))
+    sizes = smaller_sizes(model, job)
     if job.buckets:
         areas = {shape.height * shape.width: (shape.height, shape.width) for shape in job.buckets}
         yield Smaller(sizes, [areas[area] for area in sorted(areas)[:-1]])
@@ -142,7 +142,7 @@ def _largest(case: Case, smaller: Smaller, pricing: Pricing) -> Found | None:
     return None
 
 
-def _at(case: Case, smaller: Smaller, value: objectives.Value) -> Case:
+def _at(case: Case, smaller: Smaller, value: Value) -> Case:
     return replace(case, job=smaller.put(case.job, value))
 
 

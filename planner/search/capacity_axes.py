@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from planner.catalog.profiles import ModelProfile
-from planner.search import objectives
-from planner.search.objectives import Objective
+from planner.search.objectives.objective import Objective, batch, frames
 from planner.spec.job import Job
 
 COLUMNS, ROWS = 12, 8
@@ -16,7 +15,7 @@ AREAS = (0.25, 0.4, 0.63, 1.0, 1.5, 2.25, 3.0, 4.0)
 
 def axis(model: ModelProfile) -> Objective:
     """The objective that a capacity map draws along: frames for a video model, batch size for an image model."""
-    return objectives.frames(model) if model.kind == "video" else objectives.batch(model)
+    return frames(model) if model.kind == "video" else batch(model)
 
 
 def usable(model: ModelProfile) -> list[int]:

@@ -24,7 +24,7 @@ from planner.layout.recorded_run import workspace_kernels
 from planner.layout.run import Run
 from planner.search.batched_peaks import PeakForms, peak_forms
 from planner.search.capacity_axes import lengths, sizes
-from planner.search.objectives import Objective
+from planner.search.objectives.objective import Objective
 from planner.search.screening import QuickEstimate, Screen
 from planner.search.search import Search
 from planner.spec.job import Job

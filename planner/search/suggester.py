@@ -19,7 +19,9 @@ from planner.evidence.from_ledger import measurements_of
 from planner.layout.correction import ModelMeasurements
 from planner.layout.recordings import Library, load_facts
 from planner.layout.run import Facts
-from planner.search.objectives import chosen_objective, frames, largest, least, more_ram, one_gpu, other_kind, relaxed
+from planner.search.objectives.largest import largest, other_kind
+from planner.search.objectives.objective import chosen_objective, frames
+from planner.search.objectives.relaxed import least, more_ram, one_gpu, relaxed
 from planner.search.policy import Policy
 from planner.search.question import Question, Relaxed, Suggestion, Unrecorded
 from planner.search.run_cache import RunCache

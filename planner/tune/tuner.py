@@ -13,7 +13,8 @@ from typing import Literal
 
 from planner.errors import VplanError
 from planner.search.cost import loss
-from planner.search.objectives import Objective, largest, largest_by
+from planner.search.objectives.largest import largest, largest_by
+from planner.search.objectives.objective import Objective
 from planner.search.question import Question
 from planner.search.screening import Screen
 from planner.search.search import Search

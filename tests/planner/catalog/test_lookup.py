@@ -568,7 +568,8 @@ def test_a_missing_file_is_named(elsewhere: Path) -> None:
 
 
 def test_host_ram_when_nobody_says() -> None:
-    assert card_lookup.default_host_ram(gpu("24GB"), 2) == 26 * GIB
+    assert card_lookup.default_host_ram(gpu("24GB"), 1) == 26 * GIB
+    assert card_lookup.default_host_ram(gpu("24GB"), 2) == 58 * GIB
     assert card_lookup.default_host_ram(gpu("a100-40gb"), 2) == 250 * GIB
     assert card_lookup.default_host_ram(gpu("h100"), 8, "wsl") == 512 * GIB
 

@@ -17,7 +17,7 @@ from planner.estimate.stages import replay_stages
 from planner.layout.pipeline import lay_out
 from planner.layout.recordings import load_facts
 from planner.layout.run import Run
-from planner.search.objectives import relaxed
+from planner.search.objectives.relaxed import relaxed
 from planner.search.question import Question
 from planner.search.screening import Screen, allocated_peak
 from planner.search.search import Search

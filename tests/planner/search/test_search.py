@@ -18,7 +18,9 @@ from planner.errors import NotRecordedError, VplanError
 from planner.estimate.estimate import Assessment, assess, estimate
 from planner.estimate.stages import reused_replay
 from planner.layout.recordings import load_facts
-from planner.search.objectives import PREFERRED, frames, largest, largest_by, relaxed, smaller_sizes
+from planner.search.objectives.largest import largest, largest_by
+from planner.search.objectives.objective import PREFERRED, frames, smaller_sizes
+from planner.search.objectives.relaxed import relaxed
 from planner.search.question import Question, Suggestion
 from planner.search.screening import QuickEstimate, Screen
 from planner.search.search import Search

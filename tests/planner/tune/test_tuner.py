@@ -9,7 +9,7 @@ import pytest
 from planner.estimate.estimate import estimate
 from planner.layout import margin
 from planner.probe.simulated import SimulatedRunner
-from planner.search.objectives import batch
+from planner.search.objectives.objective import batch
 from planner.search.search import Search
 from planner.spec.configuration import Configuration
 from planner.spec.job import Strategy

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from planner.catalog.card_profiles import GpuProfile
 from planner.search.capacity_axes import axis
-from planner.search.objectives import Value, largest_by, other_kind
+from planner.search.objectives.largest import largest_by, other_kind
+from planner.search.objectives.objective import Value
 from planner.search.question import Question
 from planner.search.search import Search
 from planner.search.suggester import Suggester
