@@ -72,7 +72,11 @@ TOLD = ("model", "frames", "height", "width", "text_tokens")
 MOST_NAMED = 3
 """Most files of a folder that an error names."""
 
-FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
+SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm", ".bat", ".cmd", ".ps1", ".ipynb", ".txt", ".md")
+
+FILES = (*SCRIPTS, ".toml", ".yaml", ".yml", ".json", ".py")
+
+ON_WINDOWS = "taken for Windows, by its paths or its shell (else --os linux or wsl); a desktop needs --reserve 1GiB"
 
 READ_WITH = tuple(ending for ending in FILES if ending != ".py")
 """File endings whose values may name further files; a Python file is followed by arguments instead."""
@@ -164,6 +168,9 @@ def checked(said: Mapping[str, Any]) -> Checked:
     _refuse_unnamed(script)
     told = {name: said[name] for name in TOLD}
     machine = {name: value for name, value in said.items() if name in Machine.model_fields}
+    if script.windows and not machine.get("os"):
+        machine["os"] = "windows"
+        given = replace(given, notes=(ON_WINDOWS, *given.notes))
     search = not said["no_fixes"]
     found = check_case(read_case(dialect, given, told, machine), search)
     return with_other_ways(found) if search else found

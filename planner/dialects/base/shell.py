@@ -38,6 +38,10 @@ _KEYWORDS = frozenset({"if", "then", "else", "elif", "fi", "do", "done", "while"
 _BETWEEN = frozenset({";", "\n", "&", "|", "&&", "||", ";;"})
 
 
+class UnclosedError(VplanError):
+    """Raised for a quote or a bracket that is never closed."""
+
+
 class Piece(NamedTuple):
     """A stretch of a word: its text, and the quote around it ("" outside quotes)."""
 
@@ -129,7 +133,6 @@ def _is_false(words: list[Word], variables: Variables) -> bool:
 _CONTINUED = re.compile(r"[ \t][\^`][ \t]*\n")
 """How cmd.exe and PowerShell go on in the next line."""
 
-
 _ARRAY = re.compile(r"\w\+?=\([^)]*$")
 """The first of an array's lines, which a shell reads to its bracket without a backslash."""
 
@@ -141,11 +144,23 @@ def join_continued_lines(text: str) -> tuple[str, bool]:
     lines = text.split("\n")
     joins = array = False
     for at in range(1, len(lines)):
-        before, line = lines[at - 1].rstrip(), lines[at].lstrip()
+        before, line = lines[at - 1], lines[at].lstrip()
         array = ")" not in before and (array or bool(_ARRAY.search(before)))
-        if re.match("--[a-z]", line) and before and not before.endswith("\\") and not before.lstrip().startswith("#"):
-            lines[at - 1], joins = f"{before} \\", joins or not array
+        if not re.match("--[a-z]", line) or not before.strip() or before.lstrip().startswith("#"):
+            continue
+        if not before.endswith("\\"):
+            lines[at - 1], joins = f"{_without_comment(before)} \\", joins or not array
     return "\n".join(lines), joins
+
+
+def _without_comment(line: str) -> str:
+    """A line without the comment at its end and the mark before it that was to continue the line."""
+    for found in re.finditer(r"[ \t]#", line):
+        before = line[: found.start()]
+        if before.count('"') % 2 == before.count("'") % 2 == 0:
+            line = before
+            break
+    return re.sub(r"[ \t]+[\^`\\]$", "", line.rstrip())
 
 
 def _without_here_documents(text: str) -> str:
@@ -341,7 +356,7 @@ def _quoted(text: str, at: int) -> tuple[str, int]:
         inside += text[at]
         at += 1
     line = text.count("\n", 0, start) + 1
-    raise VplanError(f"the quote {quote} in line {line} is never closed", "close it, or leave it out")
+    raise UnclosedError(f"the quote {quote} in line {line} is never closed", "close it, or leave it out")
 
 
 def _closed(text: str, at: int) -> int:
@@ -359,7 +374,7 @@ def _closed(text: str, at: int) -> int:
         if not depth:
             return at
     line = text.count("\n", 0, start) + 1
-    raise VplanError(f"the bracket ( in line {line} is never closed", "close it, or leave it out")
+    raise UnclosedError(f"the bracket ( in line {line} is never closed", "close it, or leave it out")
 
 
 def _line_end(text: str, at: int) -> int:

@@ -187,7 +187,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     encoders = "T5-XXL and CLIP-L" if "--model_type" not in settings else "the text encoder"
     resident = [name for name, field in ((encoders, "text_encoder"), ("the VAE", "vae")) if fields[field] == "resident"]
     if resident:
-        yield f"{' and '.join(resident)} stay on the GPU: not cached"
+        names = " and ".join(resident)
+        yield f"{names} {'stay' if ' and ' in names else 'stays'} on the GPU: not cached"
     if fields["method"] == "full" and fields["weights_dtype"] in ("bf16", "fp16"):
         parts = f"weights, gradients and {fields['optimizer']} states"
         yield f"{parts} are in the mixed precision's format, {fields['weights_dtype']} ({AT} flux_train.py)"

@@ -179,7 +179,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         )
     resident = [name for name, field in (("Qwen3", "text_encoder"), ("the VAE", "vae")) if fields[field] == "resident"]
     if resident:
-        yield f"{' and '.join(resident)} stay on the GPU: not cached"
+        names = " and ".join(resident)
+        yield f"{names} {'stay' if ' and ' in names else 'stays'} on the GPU: not cached"
     yield from network_module.notes(settings)
     for flag in ("--vae_chunk_size", "--vae_disable_cache"):
         if settings.get(flag):

@@ -132,7 +132,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         if fields[field] == "resident"
     ]
     if resident:
-        yield f"{' and '.join(resident)} stay on the GPU: not cached"
+        names = " and ".join(resident)
+        yield f"{names} {'stay' if ' and ' in names else 'stays'} on the GPU: not cached"
     yield from network_module.notes(settings)
     if settings.get("--vae_chunk_size"):
         yield "--vae_chunk_size is not priced: the VAE is priced whole"

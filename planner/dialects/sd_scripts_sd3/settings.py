@@ -193,7 +193,8 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     parts = (("CLIP-L, CLIP-G and T5-XXL", "text_encoder"), ("the VAE", "vae"))
     resident = [name for name, field in parts if fields[field] == "resident"]
     if resident:
-        yield f"{' and '.join(resident)} stay on the GPU: not cached"
+        names = " and ".join(resident)
+        yield f"{names} {'stay' if ' and ' in names else 'stays'} on the GPU: not cached"
     if fields["method"] == "full":
         yield f"weights, gradients and {fields['optimizer']} states are in the format of the file, 16 bits ({AT})"
     elif not settings.get("--network_train_unet_only"):
