@@ -299,8 +299,8 @@ def test_a_message_that_ends_behind_what_is_free_proves_no_cause() -> None:
 def test_what_a_desktop_held_is_in_the_list() -> None:
     text = (  # https://github.com/Nerogar/OneTrainer/issues/841
         f"CUDA out of memory. Tried to allocate 108.00 MiB. {CARD_OF} 23.51 GiB of which 98.31 MiB is free. Including "
-        "non-PyTorch memory, this process has 20.99 GiB memory in use. Of the allocated memory 20.58 GiB is allocated by "
-        "PyTorch, and 13.10 MiB is reserved by PyTorch but unallocated."
+        "non-PyTorch memory, this process has 20.99 GiB memory in use. Of the allocated memory 20.58 GiB is allocated "
+        "by PyTorch, and 13.10 MiB is reserved by PyTorch but unallocated."
     )
     assert any(line.split()[:3] == ["other", "processes", "2.2"] for line in render(explain(parse_oom_message(text))))
 
