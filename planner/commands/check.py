@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner import dialects
+from planner.catalog import card_lookup
 from planner.catalog.shapes import in_words
 from planner.commands import USAGE
 from planner.commands._shared.data_options import asked_steps, whole_job_of
@@ -163,7 +164,7 @@ def checked(said: Mapping[str, Any]) -> Checked:
     """The answer for a command or file on a card, by the options."""
     script = _script(said["words"], said["path"])
     if not said.get("gpu"):
-        raise VplanError("no card given", "pass --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
+        raise VplanError("no card given", _card_fix(script), USAGE)
     dialect, given = dialects.read_script(script)
     _refuse_unnamed(script)
     told = {name: said[name] for name in TOLD}
@@ -174,6 +175,17 @@ def checked(said: Mapping[str, Any]) -> Checked:
     search = not said["no_fixes"]
     found = check_case(read_case(dialect, given, told, machine), search)
     return with_other_ways(found) if search else found
+
+
+def _card_fix(script: Script) -> str:
+    """How to give a card: the one that the job asks Slurm for, where it says which."""
+    if not (asked := script.slurm_gpus):
+        return "pass --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)"
+    try:
+        card_lookup.parse_gpus(asked)
+    except VplanError as error:
+        return f"pass --gpu; the job asks Slurm for {asked}: {error.fix}"
+    return f"pass --gpu {asked}, which the job asks Slurm for"
 
 
 def _log(words: tuple[str, ...], path: str | None) -> str | None:

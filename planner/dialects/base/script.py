@@ -152,6 +152,8 @@ class Script:
     notes: tuple[str, ...] = ()
     windows: bool = False
     """whether it is written for Windows itself"""
+    slurm_gpus: str = ""
+    """what it asks Slurm for as a job, with the number: 4xa100"""
     supplied: tuple[Path, ...] = ()
     """files that were given beside it: each stands for the one of that name that the script names, wherever it lies"""
     named: dict[str, Path | None] = field(default_factory=dict, compare=False)
@@ -240,7 +242,7 @@ def _strings(value: object) -> str:
 
 
 def _from_text(name: str, text: str, folder: Path | None) -> Script:
-    windows = is_of_windows(text)
+    windows, slurm_gpus = is_of_windows(text), _slurm_gpus(text)
     text, loose = join_continued_lines(as_posix(text))
     try:
         script = _of_commands(name, text)
@@ -250,7 +252,19 @@ def _from_text(name: str, text: str, folder: Path | None) -> Script:
             raise
         script = _of_commands(name, alone)
         script = replace(script, notes=("a command among other text: the text is left out", *script.notes))
-    return replace(script, folder=folder, windows=windows, notes=(*((ENDED,) if loose else ()), *script.notes))
+    notes = (*((ENDED,) if loose else ()), *script.notes)
+    return replace(script, folder=folder, windows=windows, slurm_gpus=slurm_gpus, notes=notes)
+
+
+_SLURM = re.compile(
+    r"^#SBATCH\s+(?:.*\s)?--(?:gres[= ]gpu:|gpus(?:-per-node)?[= ])([a-z][\w.-]*)(?::(\d+))?",
+    re.MULTILINE | re.IGNORECASE,
+)
+
+
+def _slurm_gpus(text: str) -> str:
+    match = _SLURM.search(text)
+    return f"{match[2] or 1}x{match[1]}" if match else ""
 
 
 ENDED = "lines that begin with -- are read with the command above; a shell needs a \\ at the end of the line before"

@@ -30,6 +30,8 @@ _PLACEHOLDER = re.compile(
 )
 """What is quoted and comments, which are passed over; else group 1, `<path_to_model>`, which a shell takes for two
 redirections."""
+_PART = re.compile(r"(?:\$\((?:[^()]|\([^()]*\))*\)|\S)+")
+"""One of the words that an unquoted variable's value is split into: what only a shell could say is one."""
 ARGUMENTS = frozenset({"$@", "$*", "${@}", "${*}"})
 """Words for what a script is given, which is nothing."""
 _ASSIGNS = frozenset({"export", "declare", "typeset", "local", "readonly"})
@@ -268,7 +270,7 @@ def _expand(word: Word, variables: Variables, split: bool = True) -> list[str]:
             at = use.end()
             values = _value(use, variables)
             if not piece.quote and split:
-                values = [part for value in values for part in value.split()]
+                values = [part for value in values for part in _PART.findall(value)]
             if use[3] is None and piece.quote:
                 values = [" ".join(values)]
             if values:

@@ -216,3 +216,29 @@ def test_a_batch_file_takes_the_files_that_it_names(tmp_path: Path) -> None:
     words = ["check", str(tmp_path / "a.bat"), str(tmp_path / "set.toml"), "--gpu", "80GB", "--no-fixes", "--json"]
     answer = json.loads(CliRunner().invoke(cli, words).stdout)
     assert (answer["job"]["height"], answer["job"]["width"]) == (320, 480)
+
+
+JOB = f"""#!/bin/bash
+#SBATCH --nodes=1
+#SBATCH --gres=gpu:{{}}
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+PORT=$((29500 + SLURM_JOB_ID % 1000))
+srun accelerate launch --num_processes 4 --main_process_ip $MASTER_ADDR --main_process_port $PORT {WAN}
+"""
+
+
+def test_what_only_a_shell_could_say_is_one_word(tmp_path: Path) -> None:
+    (tmp_path / "job.sbatch").write_text(JOB.format("a100:4"))
+    (program,) = from_file(tmp_path / "job.sbatch").programs
+    assert (program.script, program.gpus) == ("src/musubi_tuner/wan_train_network.py", 4)
+    assert program.launch["--main_process_port"] == "$((29500 + SLURM_JOB_ID % 1000))"
+
+
+@pytest.mark.parametrize(
+    ("asked", "fix"),
+    [("a100:4", "asks Slurm for 4xa100: use one of a100-40gb"), ("h100:2", "pass --gpu 2xh100, which"), ("4", "80GB")],
+)
+def test_the_card_that_a_job_asks_for_is_offered(asked: str, fix: str, tmp_path: Path) -> None:
+    (tmp_path / "job.sbatch").write_text(JOB.format(asked))
+    answer = CliRunner().invoke(cli, ["check", str(tmp_path / "job.sbatch")])
+    assert answer.exit_code == 2 and fix in answer.output
