@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner import dialects
+from planner.catalog import card_lookup
 from planner.catalog.shapes import in_words
 from planner.commands import USAGE
 from planner.commands._shared.data_options import asked_steps, whole_job_of
@@ -72,7 +73,11 @@ TOLD = ("model", "frames", "height", "width", "text_tokens")
 MOST_NAMED = 3
 """Most files of a folder that an error names."""
 
-FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
+SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm", ".bat", ".cmd", ".ps1", ".ipynb", ".txt", ".md")
+
+FILES = (*SCRIPTS, ".toml", ".yaml", ".yml", ".json", ".py")
+
+ON_WINDOWS = "taken for Windows, by its paths or its shell (else --os linux or wsl); a desktop needs --reserve 1GiB"
 
 READ_WITH = tuple(ending for ending in FILES if ending != ".py")
 """File endings whose values may name further files; a Python file is followed by arguments instead."""
@@ -159,14 +164,28 @@ def checked(said: Mapping[str, Any]) -> Checked:
     """The answer for a command or file on a card, by the options."""
     script = _script(said["words"], said["path"])
     if not said.get("gpu"):
-        raise VplanError("no card given", "pass --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
+        raise VplanError("no card given", _card_fix(script), USAGE)
     dialect, given = dialects.read_script(script)
     _refuse_unnamed(script)
     told = {name: said[name] for name in TOLD}
     machine = {name: value for name, value in said.items() if name in Machine.model_fields}
+    if script.windows and not machine.get("os"):
+        machine["os"] = "windows"
+        given = replace(given, notes=(ON_WINDOWS, *given.notes))
     search = not said["no_fixes"]
     found = check_case(read_case(dialect, given, told, machine), search)
     return with_other_ways(found) if search else found
+
+
+def _card_fix(script: Script) -> str:
+    """How to give a card: the one that the job asks Slurm for, where it says which."""
+    if not (asked := script.slurm_gpus):
+        return "pass --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)"
+    try:
+        card_lookup.parse_gpus(asked)
+    except VplanError as error:
+        return f"pass --gpu; the job asks Slurm for {asked}: {error.fix}"
+    return f"pass --gpu {asked}, which the job asks Slurm for"
 
 
 def _log(words: tuple[str, ...], path: str | None) -> str | None:

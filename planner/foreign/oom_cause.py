@@ -208,6 +208,8 @@ def _cause(message: OomMessage) -> tuple[Cause, str]:
     ):
         who = "other processes held" if listed else "neither PyTorch nor the driver's free memory accounts for"
         return "others", f"{who} {format_gib(others)} of the card"
+    if held is None and message.allocated_bytes is None:
+        return "unknown", f"{format_gib(room)} were free, and the message ends before it says what held the rest"
     if gaps + room >= wanted and gaps >= GAPS_SHARE * share:
         why = f"PyTorch held {format_gib(gaps)} that no tensor used, in blocks too small for {message.requested_text}"
         enough = "" if gaps >= wanted else f"; together with the {format_gib(room)} free it would have been enough"
@@ -299,11 +301,14 @@ def render(explanation: Explanation) -> list[str]:
     card = "" if message.gpu is None else f"GPU {message.gpu}: "
     what = f"{message.requested_text} could not be allocated" if message.requested_text else _without_size(message.form)
     lines = [f"{card}{what}."]
+    others = message.others_bytes
+    if message.in_use_bytes is not None and _others(message)[0] >= CONTEXT_BYTES:
+        others = _others(message)[0]
     parts = (
         ("capacity", message.capacity_bytes),
         ("in tensors", message.allocated_bytes),
         ("reserved, unused", message.unallocated_bytes),
-        ("other processes", message.others_bytes or None),
+        ("other processes", others or None),
         ("free", message.free_bytes),
     )
     lines += [f"  {name:<24}{format_gib(nbytes):>12}" for name, nbytes in parts if nbytes is not None]

@@ -132,7 +132,8 @@ def resident_notes(fields: Fields, encoders: str) -> Iterator[str]:
     parts = ((encoders, "text_encoder"), ("the VAE", "vae"))
     resident = [name for name, field in parts if fields[field] == "resident"]
     if resident:
-        yield f"{' and '.join(resident)} stay on the GPU: not cached"
+        names = " and ".join(resident)
+        yield f"{names} {'stay' if ' and ' in names else 'stays'} on the GPU: not cached"
 
 
 def highvram_remarks(settings: Settings, like: str = "") -> Iterator[Remark]:
