@@ -158,6 +158,7 @@ def print_windows(console: Console, found: Estimate) -> None:
     refuse but page to host RAM."""
     if found.machine.os not in HALVED:
         return
+    told = " ".join(found.assumptions)
     if found.host is not None and found.host.pinned_bytes > GIB // 10:
         pinned = format_gib(found.host.pinned_bytes)
         console.print(f"{pinned} of it pinned, and Windows pins about half of the RAM", style="dim")
@@ -165,7 +166,8 @@ def print_windows(console: Console, found: Estimate) -> None:
     if mapped and mapped + found.host_ram_bytes > (found.machine.host_ram or 0):
         whole, files = format_gib(mapped + found.host_ram_bytes), format_gib(mapped)
         text = f"RAM and page file must be {whole} together: Windows counts {files} of mapped weight files too"
-        console.print(text, style="dim")
+        if text not in told:
+            console.print(text, style="dim")
     text = "what is more than the card has spills into shared memory, ten times slower: not called fitting"
     console.print(text, style="dim")
 
