@@ -30,7 +30,8 @@ from planner.dialects.diffusers.models import AT, DREAMBOOTH, READ_TOO, SCRIPTS
 from planner.dialects.diffusers.prompt_length import PROMPT_LENGTH
 from planner.dialects.diffusers.sample_shape import read_samples, write_samples
 from planner.dialects.diffusers.script_checks import stops
-from planner.layout.trainer_terms.diffusers import IN_LOOP, PARTS, PRIOR, REMOTE, SCALES_IN_FP32, WHOLE_TEXT_ENCODER
+from planner.layout.trainer_terms.diffusers import PARTS, PRIOR, REMOTE, SCALES_IN_FP32, WHOLE_TEXT_ENCODER
+from planner.layout.trainer_terms.diffusers.sample_terms import IN_LOOP
 from planner.spec.job import QUANTISED, SPLIT
 from planner.spec.plan import Plan
 
