@@ -32,6 +32,10 @@ class PhaseStages:
     validation: tuple[tuple[PhaseName, Stage], ...] = ()
     """denoising and decoding of a sample; if the job only samples, what follows its denoising"""
 
+    samples_leave: Stage | None = None
+    """frees what a sample brought, where a trainer holds on to it: then the first sample comes before the later steps,
+    which run beside it"""
+
     one_step: bool = False
     """the run validates and ends after its first step"""
 

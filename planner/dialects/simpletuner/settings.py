@@ -493,6 +493,17 @@ def _names(settings: Settings) -> set[str]:
     return of_sets | {name.removeprefix(CONFIG) for name in settings if name.startswith(CONFIG)}
 
 
+CAPTURED = frozenset({"cudagraphs", "max-autotune", "reduce-overhead"})
+"""Modes of torch.compile that capture (torch/_inductor/__init__.py ``list_mode_options``; SimpleTuner bc8e6ab
+helpers/training/dynamo.py ``_inductor_cudagraphs_enabled``)."""
+
+
+def _captures(settings: Settings) -> bool:
+    """Whether compiled blocks are captured as CUDA graphs."""
+    backend, mode = (str(of(settings, f"dynamo_{name}")).lower().replace("_", "-") for name in ("backend", "mode"))
+    return backend == "cudagraphs" or (backend == "inductor" and mode in CAPTURED)
+
+
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from defaults.notes(_names(settings))
     if lookup.model(fields["model"]).kind == "image" and fields["vae"] == "cached":
@@ -520,8 +531,10 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{ENCODERS_WAIT}{MAY_NEED_LESS}"
     if (layers := of(settings, "flux_lora_target")) != "all":
         yield f"flux_lora_target {layers} is not priced: estimated as all"
-    if str(of(settings, "dynamo_backend")).lower() not in ("no", "none"):
-        yield "torch.compile (dynamo_backend) is not estimated: CUDA graphs keep memory of their own"
+    if _captures(settings):
+        yield "torch.compile (dynamo_mode): CUDA graphs keep up to what a step without checkpoints takes, the high end"
+    elif str(of(settings, "dynamo_backend")).lower() not in ("no", "none"):
+        yield "torch.compile (dynamo_backend) is not estimated"
     if of(settings, "optimizer") == "bnb-lion8bit-paged":
         yield "bnb-lion8bit-paged is priced as 8-bit AdamW, paged too: its one state takes half of those in host RAM"
     family = family_of(settings)
@@ -713,6 +726,7 @@ DIALECT: Dialect = Dialect(
     notes=_notes,
     version=_version,
     stops=stops,
+    captures=_captures,
     moves=(
         Move({"expandable_segments": True}, "free"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),

@@ -167,7 +167,8 @@ def print_windows(console: Console, estimate: Estimate) -> None:
     if mapped and mapped + estimate.host_ram_bytes > (estimate.machine.host_ram or 0):
         whole, files = format_gib(mapped + estimate.host_ram_bytes), format_gib(mapped)
         text = f"RAM and page file must be {whole} together: Windows counts {files} of mapped weight files too"
-        console.print(text, style="dim")
+        if text not in " ".join(estimate.assumptions):
+            console.print(text, style="dim")
     text = "what is more than the card has spills into shared memory, ten times slower: not called fitting"
     console.print(text, style="dim")
 
