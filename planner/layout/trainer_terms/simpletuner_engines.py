@@ -10,7 +10,7 @@ from planner.layout.sharding.zero import FULL, HALF, trained_elements
 from planner.tape.program import Stage
 
 UNDECAYED = re.compile("bias|norm|embed|bn", re.IGNORECASE)
-"""What of a parameter's name puts it into the group without weight decay: the modulation of most models too, whose
+"""What of a parameter's name puts it into the group without weight decay: the modulation of FLUX.1 and SD 3 too, whose
 layers are called norms (helpers/training/optimizer_param.py ``create_optimizer_params_with_decay``)."""
 
 
