@@ -6,7 +6,8 @@ import re
 
 from planner.layout.run import Run, Transform
 from planner.layout.sharding.fsdp import REDUCING
-from planner.layout.sharding.zero import FULL, HALF, trained_elements
+from planner.layout.sharding.zero import FULL, trained_elements
+from planner.layout.trainer_terms.shared import from_pretrained
 from planner.tape.program import Stage
 
 UNDECAYED = re.compile("bias|norm|embed|bn", re.IGNORECASE)
@@ -77,7 +78,10 @@ def loaded_on_the_cpu(run: Run) -> None:
     the list of what is trained stays there."""
     if run.strategy.sharding != "fsdp":
         return
-    run.host.loaded_bytes = FULL if run.job.method == "full" else HALF
+    if run.job.method == "full":
+        run.host.loaded_bytes = FULL
+    else:
+        from_pretrained(run, "bf16")
     if not run.trainer.endswith(FSDP_WHOLE):
         run.host.extra_bytes += FULL * sum(trained_elements(run).values())
 

@@ -69,9 +69,9 @@ def test_deepspeed_s_own_adamw_steps_whatever_the_config_says(tmp_path: Path) ->
 
 
 def test_deepspeed_s_accumulation_wins(tmp_path: Path) -> None:
-    config = FULL | zero(2) | {"gradient_accumulation_steps": 1}
-    config["deepspeed_config"]["gradient_accumulation_steps"] = 4
-    assert read(tmp_path, config).strategy["gradient_accumulation"] == 4
+    own = zero(2)
+    own["deepspeed_config"]["gradient_accumulation_steps"] = 4
+    assert read(tmp_path, FULL | own | {"gradient_accumulation_steps": 1}).strategy["gradient_accumulation"] == 4
 
 
 def test_params_wait_in_pinned_memory_unless_it_says_no(tmp_path: Path) -> None:
@@ -112,9 +112,9 @@ def test_what_is_not_priced_says_why(config: dict[str, Any], why: str, tmp_path:
 
 
 def test_what_ends_a_run_under_deepspeed_is_said(tmp_path: Path) -> None:
-    config = LORA | zero(2) | {"lr_warmup_steps": 0}
-    config["deepspeed_config"]["train_batch_size"] = 8
-    said = {remark.flag: remark.why for remark in read(tmp_path, config).refused}
+    own = zero(2)
+    own["deepspeed_config"]["train_batch_size"] = 8
+    said = {remark.flag: remark.why for remark in read(tmp_path, LORA | own | {"lr_warmup_steps": 0}).refused}
     assert "refused as lora with DeepSpeed" in said["model_type"]
     assert "refused as 0 by DeepSpeed" in said["lr_warmup_steps"]
     assert (
