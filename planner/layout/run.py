@@ -33,6 +33,7 @@ from planner.layout.run_records import (
     DeviceTerms,
     EmptyCache,
     EncodingOnly,
+    EngineTerms,
     Handover,
     HostTerms,
     PhaseStages,
@@ -156,6 +157,7 @@ class Run:
     device: DeviceTerms = field(default_factory=DeviceTerms)
     host: HostTerms = field(default_factory=HostTerms)
     work: WorkTerms = field(default_factory=WorkTerms)
+    engine: EngineTerms = field(default_factory=EngineTerms)
     handover: Handover = field(default_factory=Handover)
     encoding_only: EncodingOnly = field(default_factory=EncodingOnly)
     base: Run | None = None
@@ -366,6 +368,7 @@ class Run:
         return [
             *[("load", stage) for stage in phases.before_load],
             ("load", self.load),
+            *[("load", stage) for stage in phases.wrap],
             *once,
             *unload,
             *encode,

@@ -237,7 +237,7 @@ def test_shares_of_a_flat_buffer(elements: list[int], world: int) -> None:
 def test_ranks_take_what_keeps_their_gradients_with_the_first_bucket_that_has_some() -> None:
     """Of four shares of 10, the second crosses two borders and holds the most; backward begins with the last."""
     elements = {"a": 9, "b": 9, "c": 9, "d": 5, "e": 8}
-    shares = Shares(elements, 4)
+    shares = Shares([elements], 4)
     assert [elements_in_share(list(elements.values()), 4, rank) for rank in range(4)] == [18, 18, 14, 13]
     assert [shares.ranks([name]) for name in elements] == [{0}, {0, 1}, {1, 2}, {2, 3}, {3}]
     assert shares.ranks_apart(list(elements), 1000) == (0,)  # one bucket: all at once, and the first takes most
@@ -247,7 +247,7 @@ def test_ranks_take_what_keeps_their_gradients_with_the_first_bucket_that_has_so
 
 def test_of_many_ranks_that_differ_four_are_replayed() -> None:
     elements = {f"weight {number}": 10 for number in range(16)}
-    assert Shares(elements, 16).ranks_apart(list(elements), 10) == (0, 5, 10, 15)
+    assert Shares([elements], 16).ranks_apart(list(elements), 10) == (0, 5, 10, 15)
 
 
 def test_a_bucket_is_copied_only_where_it_lies_in_several_shares(monkeypatch: pytest.MonkeyPatch) -> None:
