@@ -20,23 +20,21 @@ UNSPLIT = "weight before it is split"
 
 
 def split_weights(run: Run, settings: ZeroSettings, trained: Collection[str]) -> None:
-    """Loads the weights and replaces them by this rank's shares. With ``offload_params`` these are in host RAM, except
-    those of small frozen parameters (``ds_persist``)."""
+    """Loads the weights and replaces them by this rank's shares, which ``offload_params`` keeps in host RAM."""
     world, offloaded = run.machine.world, run.strategy.offload_params != "none"
-    sizes, small = run.elements, {name for name, count in run.elements.items() if count <= settings.persistent}
-    shares = {name: HALF * -(-count // world) for name, count in sizes.items()}
-    frozen = {name: nbytes for name, nbytes in shares.items() if name not in trained}
-    staying = {name: nbytes for name, nbytes in frozen.items() if not offloaded or name in small}
-    of_trained = {} if offloaded else {name: shares[name] for name in trained}
+    on_gpu = {} if offloaded else {name: HALF * -(-count // world) for name, count in run.elements.items()}
+    frozen = {name: nbytes for name, nbytes in on_gpu.items() if name not in trained}
+    of_trained = {name: nbytes for name, nbytes in on_gpu.items() if name in trained}
     if run.trainer == "vplan":
-        _load_in_turn(run, staying, of_trained)
+        _load_in_turn(run, frozen, of_trained)
     else:
         _load_whole(run)
-        run.add(run.load, sum(staying.values()), "weight", "frozen shares")
+        run.add(run.load, sum(frozen.values()), "weight", "frozen shares")
     if not offloaded:
         run.add(run.load, sum(of_trained.values()), "weight", "trained shares")
     if world > 1 or offloaded:
-        run.add(run.load, HALF * sum(sizes[name] for name in small), "weight", "small weights")
+        small = sum(count for count in run.elements.values() if count <= settings.persistent)
+        run.add(run.load, HALF * small, "weight", "small weights")
 
 
 def _load_in_turn(run: Run, frozen: dict[str, int], trained: dict[str, int]) -> None:
