@@ -47,6 +47,9 @@ from planner.tape.program import Stage
 HALF, FULL = 2, 4
 """Bytes of a 16-bit and of an fp32 number."""
 
+GATHERING, REDUCING = 1, 2
+"""CUDA streams of stage 3 (``allgather_stream`` of parameter_offload.py, ``reduce_and_partition_stream``)."""
+
 NORM_BYTES = 8
 """Gradient norms are added up in fp64, one parameter at a time (``get_norm_dtype`` in runtime/zero/utils.py)."""
 
@@ -304,13 +307,16 @@ class _BucketReduction:
     ranks: Callable[[Iterable[str]], set[int]]
     kept: list[int]
     norm_bytes: int
+    stream: int = 0
+    """CUDA stream that buckets are reduced on"""
 
     def events(self, names: Sequence[str]) -> list[int]:
         """The events of reducing the gradients of some parameters; none if there are none."""
         made: list[int] = []
         ranks = self.ranks(names)
         if len(ranks) > 1:
-            copy = self.run.new(HALF * sum(self.run.elements[name] for name in names), "buckets", "reduced copy")
+            copied = HALF * sum(self.run.elements[name] for name in names)
+            copy = self.run.new(copied, "buckets", "reduced copy", self.stream)
             made += [copy, ~copy]
         if names and self.run.strategy.offload_optimizer != "none":  # each norm is taken before its gradient goes
             norm = self.run.new(self.norm_bytes, "temporary", "norm in fp64")
@@ -465,7 +471,9 @@ def _stage_3(run: Run, settings: ZeroSettings) -> None:
     run.accumulate = None  # every micro-batch is like the first: what it adds to is there from the beginning
     largest = -(-max(elements.values()) // world)
     everyone = set(range(world))
-    flush = _BucketReduction(run, settings, lambda names: everyone if names else set(), [], NORM_BYTES * largest)
+    flush = _BucketReduction(
+        run, settings, lambda names: everyone if names else set(), [], NORM_BYTES * largest, REDUCING
+    )
     _reduce_in_backward(run.step, run, None, flush)
     _gather(run, settings)
     for stage in (run.optimizer_first, run.optimizer):
@@ -499,8 +507,8 @@ def _gather(run: Run, settings: ZeroSettings) -> None:
             block = run.facts.step.block_of(name)
             blocks[block] = blocks.get(block, 0) + (elements if block else 0)
         live = max(live, *blocks.values())
-    gathered = run.new(HALF * min(total, live + most), "buckets", "gathered weights")
-    fetched = run.new(HALF * min(total, settings.prefetch + most), "buckets", "all-gather")
+    gathered = run.new(HALF * min(total, live + most), "buckets", "gathered weights", GATHERING)
+    fetched = run.new(HALF * min(total, settings.prefetch + most), "buckets", "all-gather", GATHERING)
     run.handover.gathered_bytes = run.sizes[gathered] + run.sizes[fetched]
     run.place(run.step, [gathered, fetched], "gather", at=0)
     run.free(run.step, [gathered, fetched])
