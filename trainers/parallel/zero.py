@@ -55,11 +55,11 @@ class _Splitter:
         Init(module=holder, config_dict_or_path=self.config)
 
 
-def split_as_loaded(model: nn.Module, job: Job, strategy: Strategy, settings: ZeroSettings) -> None:
+def split_as_loaded(model: nn.Module, job: Job, strategy: Strategy, settings: ZeroSettings, drive: Path | None) -> None:
     """Makes a model on ``meta`` split each parameter as it is loaded, frozen ones and adapters too, in the 16 bits that
     stage 3 trains in. ``deepspeed.initialize`` then finds them split; else it puts the whole model on every GPU first
     (runtime/engine.py ``_configure_distributed_model``)."""
-    splitter = _Splitter(deepspeed_config(job, strategy, settings))
+    splitter = _Splitter(deepspeed_config(job, strategy, settings, drive))
     placement.split_when_filled(model, splitter, step.DTYPES[strategy.compute_dtype])
 
 
