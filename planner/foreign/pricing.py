@@ -103,7 +103,7 @@ class Pricing:
     def outcome(self, case: Case) -> CheckedEstimate:
         """The estimate of a case, with the phase and moment at which it ends if it does not fit."""
         found = self._at_lengths(case)
-        if case.dialect.captures(case.given.settings) and case.strategy.gradient_checkpointing != "none":
+        if case.dialect.captures(case.invocation.settings) and case.strategy.gradient_checkpointing != "none":
             found = self._with_graphs(case, found)
         return self._in_doubt(found)
 
