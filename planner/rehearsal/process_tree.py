@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +18,8 @@ from planner.units import KIB
 
 _ADOPT_ORPHANS = 36
 """PR_SET_CHILD_SUBREAPER (linux/prctl.h)"""
+_IN_RAM = re.compile(r" /memfd:")
+"""How `/proc/PID/maps` names a mapping of such a file (proc_pid_maps(5), memfd_create(2))."""
 _ROUNDS = 20
 _SECONDS_A_ROUND = 1.0
 
@@ -36,15 +40,18 @@ class ProcessTreeRam(NamedTuple):
 
     private: int
     """without shared memory: there the cards and pinned memory live, which are counted by what was asked for"""
+    files: int
+    """files without a name that they map, which are in RAM (``memfd_create``): each once, and whole"""
     held: int
     """what they really have of this machine's RAM: of the cards and of pinned memory the pages that were written to"""
 
 
 def host_ram() -> ProcessTreeRam:
     """The host RAM of this moment."""
-    parts = [_fields(process.pid, "smaps_rollup", "Pss") for process in descendants()]
+    pids = [process.pid for process in descendants()]
+    parts = [_fields(pid, "smaps_rollup", "Pss") for pid in pids]
     private = sum(part.get("Pss_Anon", 0) + part.get("Pss_File", 0) for part in parts)
-    return ProcessTreeRam(private, sum(part.get("Pss", 0) for part in parts))
+    return ProcessTreeRam(private, _files_in_ram(pids), sum(part.get("Pss", 0) for part in parts))
 
 
 def host_ram_bound() -> ProcessTreeRam:
@@ -52,19 +59,34 @@ def host_ram_bound() -> ProcessTreeRam:
 
     Adding up a process's mappings takes the kernel tens of milliseconds a GiB, and holds up the process meanwhile.
     """
-    parts = [_fields(process.pid, "status", "Rss") for process in descendants()]
+    pids = [process.pid for process in descendants()]
+    parts = [_fields(pid, "status", "Rss") for pid in pids]
     private = sum(part.get("RssAnon", 0) + part.get("RssFile", 0) for part in parts)
-    return ProcessTreeRam(private, private + sum(part.get("RssShmem", 0) for part in parts))
+    return ProcessTreeRam(private, _files_in_ram(pids), private + sum(part.get("RssShmem", 0) for part in parts))
+
+
+def _files_in_ram(pids: Iterable[int]) -> int:
+    ends: dict[str, int] = {}
+    """inode -> where the last mapping of the file ends"""
+    for pid in pids:
+        for line in filter(_IN_RAM.search, _text(pid, "maps").splitlines()):
+            span, _, begins, _, inode, *_ = line.split()
+            start, end = (int(address, 16) for address in span.split("-"))
+            ends[inode] = max(ends.get(inode, 0), int(begins, 16) + end - start)
+    return sum(ends.values())
 
 
 def _fields(pid: int, file: str, prefix: str) -> dict[str, int]:
     """Bytes by name, as Linux tells them of a process in a file of `/proc`."""
-    try:
-        lines = Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # gone, or not ours
-        return {}
-    fields = dict(line.split(":", 1) for line in lines if line.startswith(prefix))
+    fields = dict(line.split(":", 1) for line in _text(pid, file).splitlines() if line.startswith(prefix))
     return {name: int(value.split()[0]) * KIB for name, value in fields.items()}
+
+
+def _text(pid: int, file: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # gone, or not ours
+        return ""
 
 
 def end_all(process: subprocess.Popen[bytes]) -> None:

@@ -198,14 +198,14 @@ def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path
         # In this order: a file that is written between would be that of a process which has ended.
         code = process.poll()
         table, observed = read_table(folder), read_observed(folder)
-        pinned_peak = max(pinned_peak, table.pinned_bytes)
         now = time.monotonic()
         bound = host_ram_bound()
-        above = bound.private + table.pinned_bytes
+        pinned_peak = max(pinned_peak, table.all_pinned_bytes(bound.files))
+        above = bound.private + bound.files + table.pinned_bytes
         # Below the peak it is no new one. Where it does not rise it may be: of processes that shared pages, one ended.
         if bound.held > spare or above > most or (above > peak and now - looked >= LOOK_SECONDS):
             most, looked, ram = max(most, above), now, host_ram()
-            peak, held = max(peak, ram.private + table.pinned_bytes), ram.held
+            peak, held = max(peak, ram.private + ram.files + table.pinned_bytes), ram.held
         if first_done is None and any(seen.end == "steps" for seen in observed):
             first_done = now
         ending: Ending | None = None
