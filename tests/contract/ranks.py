@@ -87,6 +87,26 @@ def _fork_server() -> Any:
 def run(work: Callable[[], Any], world: int = WORLD, launched: bool = True) -> list[Any]:
     """Runs some work on ``world`` new ranks; returns the result of each, by rank. ``launched``: with the variables of
     torch's launcher, which `vplan train` uses for all but a plain run on one GPU."""
+    processes, queue = _start(work, world, launched)
+    answers = dict(queue.get(timeout=SECONDS) for _ in processes)
+    for process in processes:
+        process.join(SECONDS)
+    failed = [answer for answer in answers.values() if isinstance(answer, str)]
+    assert not failed, failed[0]
+    assert [process.exitcode for process in processes] == [0] * world
+    return [answers[rank] for rank in range(world)]
+
+
+def exit_codes(work: Callable[[], Any], world: int = WORLD) -> list[int | None]:
+    """Runs some work on new ranks, of which some do not come to its end; returns the exit code of each, by rank."""
+    processes, _queue = _start(work, world, launched=True)
+    for process in processes:
+        process.join(SECONDS)
+    return [process.exitcode for process in processes]
+
+
+def _start(work: Callable[[], Any], world: int, launched: bool) -> tuple[list[Any], Any]:
+    """New ranks that run some work, and the queue for the result of each."""
     context = _fork_server()
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -96,13 +116,7 @@ def run(work: Callable[[], Any], world: int = WORLD, launched: bool = True) -> l
     processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world)]
     for process in processes:
         process.start()
-    answers = dict(queue.get(timeout=SECONDS) for _ in processes)
-    for process in processes:
-        process.join(SECONDS)
-    failed = [answer for answer in answers.values() if isinstance(answer, str)]
-    assert not failed, failed[0]
-    assert [process.exitcode for process in processes] == [0] * world
-    return [answers[rank] for rank in range(world)]
+    return processes, queue
 
 
 def _rank(rank: int, port: int, world: int, work: Callable[[], Any], home: str, queue: Any, launched: bool) -> None:

@@ -26,10 +26,12 @@ def place(
     model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device, fill: Fill | None = None
 ) -> None:
     """Materialises a model on ``device``. Swapped blocks and the shards that FSDP2 offloads stay in host RAM."""
-    swapped = swap.swapped_blocks(model, profile, strategy)
-    materialise(model, device, fill, swap.on_host(swapped) | offloaded_shares(model, strategy))
-    if swapped:
-        swap.BlockSwap([block for _, block in swapped], device)
+    shares, moving = offloaded_shares(model, strategy), swap.blocks_to_host(model, profile, strategy, device)
+    if moving is None:
+        materialise(model, device, fill, shares)
+    else:
+        materialise(model, device, moving.filling(fill), moving.names | shares)
+        swap.BlockSwap(moving, device)
 
 
 def offloaded_shares(model: nn.Module, strategy: Strategy) -> frozenset[str]:
