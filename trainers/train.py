@@ -275,10 +275,12 @@ class TrainingRun:
             return self.experts
         source = weights.published(model_folder(root, profile, job), profile)
         model = step.build_model(profile, job, strategy, lora_alpha=alpha)
-        parallel.split(model, profile, job, strategy, self.device)
-        swapped = swap.swapped_blocks(model, profile, strategy)
+        parallel.split(model, profile, job, strategy, self.device, self.drive)
+        moving = swap.blocks_to_host(model, profile, strategy, self.device)
         waiting = placement.offloaded_shares(model, strategy)
-        weights.load(model, source, self.device, self._begin("", model), trained, swapped, waiting)
+        weights.load(model, source, self.device, self._begin("", model), trained, moving, waiting)
+        if moving:
+            swap.BlockSwap(moving, self.device)
         return model
 
     def _begin(self, part: str, model: nn.Module) -> Begin:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from planner.estimate.pinned_ram import pinned_bytes, unpinnable_bytes
+from planner.estimate.shared_ram import bytes_held_once
 from planner.layout import experts, group_offload, phases, single_gpu
 from planner.layout.checkpoints.block_inputs import offloaded_bytes
 from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER, components_host_bytes
@@ -138,9 +139,10 @@ def host_share(run: Run) -> HostShare:
 
 
 def host_ram(run: Run, machine: Machine) -> HostRam:
-    """Host RAM of one node by phase. What every process holds counts once per GPU, what only rank 0 holds counts
-    once."""
+    """Host RAM of one node by phase. What every process holds counts once per GPU; what only rank 0 holds, and what
+    all ranks share, counts once."""
     share = host_share(run)
+    once = bytes_held_once(run, share.blocks, share.experts)
     per_process = _sampling(run, share) if run.samples_only else _training(run, share)
     on_rank_0 = {} if run.samples_only else _rank_0(run)
     ours = run.trainer == "vplan" and not run.samples_only
@@ -149,10 +151,12 @@ def host_ram(run: Run, machine: Machine) -> HostRam:
         total = {name: nbytes * machine.gpus for name, nbytes in {"process": PROCESS_BYTES, **parts}.items()}
         for name, nbytes in on_rank_0.get(phase, {}).items():
             total[name] = total.get(name, 0) + nbytes
+        if phase != "encode":
+            total["weights"] -= once
         by_phase[phase] = {name: nbytes for name, nbytes in total.items() if nbytes}
     if ours:
         _save_ours(by_phase, run, machine, share)
-    pinned = machine.gpus * _pinned(run, share)
+    pinned = machine.gpus * _pinned(run, share) - once
     for phase, parts in by_phase.items():
         beside = unpinnable_bytes(machine, pinned, sum(parts.values())) if phase not in ("encode", "load") else 0
         parts |= {"pinning": beside} if beside else {}
@@ -318,12 +322,15 @@ def _loading(run: Run) -> int:
     """Bytes in host RAM while weights are loaded.
 
     Our trainer reads them one by one from mapped files (trainers/step/placement.py ``materialise``), so this is the
-    largest weight in the GPU's format. Others may load the whole model first (``HostTerms.loaded_bytes``).
+    largest weight in the GPU's format. Others may load the whole model first (``HostTerms.loaded_bytes``). Stage 3
+    copies a rank's trained shares to host RAM, to put them into one buffer on the GPU (runtime/zero/utils.py
+    ``defragment``).
     """
     if (loaded := _loaded_bytes(run)) is not None:
         return loaded
     if run.strategy.sharding in SPLIT and run.elements:  # whole, before it is split
-        return 2 * max(run.elements.values())
+        moved = run.strategy.sharding == "zero-3" and run.strategy.offload_params == "none"
+        return HALF * max(*run.elements.values(), sum(nvme.trained_shares(run)) if moved else 0)
     return run.summed(_largest_weight)
 
 

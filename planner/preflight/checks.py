@@ -66,9 +66,11 @@ def on_host(plan: Plan, estimate: Estimate | None) -> Iterator[Check]:
     else:
         yield Check("host RAM", "ok", f"{format_gib(need)} needed, {format_gib(ram['available_bytes'])} available")
     pinned, limited = estimate.host.pinned_bytes if estimate.host else 0, memory_lock_bytes()
-    if pinned and limited is not None and pinned // plan.machine.gpus > limited:
+    if not plan.strategy.swap_blocks:  # what processes share, each of them pins
+        pinned //= plan.machine.gpus
+    if pinned and limited is not None and pinned > limited:
         # NVIDIA's driver does not count pinned memory towards this limit; RDMA drivers do.
-        what = f"each process pins {format_gib(pinned // plan.machine.gpus)} but may lock only {format_gib(limited)}"
+        what = f"each process pins up to {format_gib(pinned)} but may lock only {format_gib(limited)}"
         fix = "nothing to do unless pinning fails; then: ulimit -l unlimited (docker: --ulimit memlock=-1)"
         yield Check("pinned RAM", "note", what, fix)
 

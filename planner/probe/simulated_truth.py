@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from planner.catalog.card_profiles import GpuProfile
+from planner.estimate.shared_ram import copies_of_swapped_blocks
 from planner.layout.checkpoints.block_inputs import block_inputs
 from planner.layout.run import Run, main_piece
 from planner.spec.job import SPLIT
@@ -67,13 +68,16 @@ def true_seconds(runs: list[Run], hidden: Hidden) -> float:
 
 
 def host_bytes(run: Run, hidden: Hidden) -> int:
-    """Host RAM of a node in bytes: offloaded tensors and the processes themselves."""
-    return int(run.machine.gpus * (PROCESS_BYTES + _waiting_bytes(run)) * hidden.memory["residents"])
+    """Host RAM of a node in bytes: offloaded tensors, those of swapped blocks once where ranks share them, and the
+    processes themselves."""
+    copies = copies_of_swapped_blocks(run.configuration, run.trainer)
+    swapped, each = copies * _swapped_bytes(run), run.machine.gpus * (PROCESS_BYTES + _waiting_bytes(run))
+    return int((swapped + each) * hidden.memory["residents"])
 
 
 def _waiting_bytes(run: Run) -> int:
     strategy, shards = run.strategy, run.configuration.shards
-    nbytes = _swapped_bytes(run) + _checkpoint_bytes(run)
+    nbytes = _checkpoint_bytes(run)
     if strategy.offload_optimizer != "none":
         nbytes += 16 * run.trained_parameters // (shards if strategy.sharding in SPLIT else 1)
     if strategy.offload_params != "none":

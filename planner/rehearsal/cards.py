@@ -15,7 +15,7 @@ TABLE = "cards"
 """The table's file in the run's folder (virtual_gpu/holders.c)."""
 
 MOST_CARDS, MOST_HOLDERS = 16, 256
-_MAGIC = 0x3155504756
+_MAGIC = 0x3255504756
 
 
 class _Holder(ctypes.Structure):
@@ -30,6 +30,8 @@ class _Holder(ctypes.Structure):
         ("outside_peak", ctypes.c_uint64 * MOST_CARDS),
         ("pinned", ctypes.c_uint64),
         ("pinned_peak", ctypes.c_uint64),
+        ("registered", ctypes.c_uint64),
+        ("registered_shared", ctypes.c_uint64),
         ("unwritten", ctypes.c_uint64),
         ("reads", ctypes.c_uint64),
         ("launches", ctypes.c_uint64),
@@ -58,7 +60,11 @@ class Holder(NamedTuple):
     outside: tuple[int, ...]
     """by card: the most that contexts and communicators held, which is estimated"""
     pinned_bytes: int
-    """now"""
+    """allocated as pinned memory, now"""
+    registered_bytes: int
+    """pinned where it lay in the process's own memory"""
+    registered_shared_bytes: int
+    """the same of mapped files that other processes may map too"""
     unwritten_bytes: int
     """of large copies to ordinary host memory, which were not made"""
     reads: int
@@ -77,8 +83,14 @@ class CardTable(NamedTuple):
 
     @property
     def pinned_bytes(self) -> int:
-        """Pinned host memory of all processes, now."""
+        """Host memory that all processes have allocated as pinned, now."""
         return sum(holder.pinned_bytes for holder in self.holders)
+
+    def all_pinned_bytes(self, files: int) -> int:
+        """Also what was pinned where it lay. ``files``: bytes of the files in RAM that processes map; one that several
+        have pinned counts once."""
+        own = sum(holder.registered_bytes for holder in self.holders)
+        return self.pinned_bytes + own + min(files, sum(holder.registered_shared_bytes for holder in self.holders))
 
 
 def read_table(folder: Path) -> CardTable:
@@ -98,9 +110,10 @@ def read_table(folder: Path) -> CardTable:
 def _holders(table: _Table) -> Iterator[Holder]:
     for row in table.holders:
         if row.pid:
-            pinned = 0 if row.ended else row.pinned
+            now = (row.pinned, row.registered, row.registered_shared)
+            pinned, own, shared = (0, 0, 0) if row.ended else now
             counters = (row.unwritten, row.reads, row.launches, row.short_of)
-            yield Holder(row.pid, tuple(row.peak), tuple(row.outside_peak), pinned, *counters)
+            yield Holder(row.pid, tuple(row.peak), tuple(row.outside_peak), pinned, own, shared, *counters)
 
 
 def card_environment(card: GpuProfile, count: int, nccl_bytes: int) -> Mapping[str, str]:

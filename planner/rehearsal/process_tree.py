@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
+from planner.rehearsal.cards import CardTable
 from planner.units import KIB
 
 _ADOPT_ORPHANS = 36
 """PR_SET_CHILD_SUBREAPER (linux/prctl.h)"""
+_IN_RAM = re.compile(r" /memfd:")
+"""How `/proc/PID/maps` names a mapping of such a file (proc_pid_maps(5), memfd_create(2))."""
 _ROUNDS = 20
 _SECONDS_A_ROUND = 1.0
 
@@ -37,15 +42,18 @@ class ProcessTreeRam(NamedTuple):
 
     private: int
     """without shared memory: there the cards and pinned memory live, which are counted by what was asked for"""
+    files: int
+    """files without a name that they map, which are in RAM (``memfd_create``): each once, and whole"""
     held: int
     """what they really have of this machine's RAM: of the cards and of pinned memory the pages that were written to"""
 
 
 def host_ram() -> ProcessTreeRam:
     """The host RAM of this moment."""
-    parts = [_fields(process.pid, "smaps_rollup", "Pss") for process in descendants()]
+    pids = [process.pid for process in descendants()]
+    parts = [_fields(pid, "smaps_rollup", "Pss") for pid in pids]
     private = sum(part.get("Pss_Anon", 0) + part.get("Pss_File", 0) for part in parts)
-    return ProcessTreeRam(private, sum(part.get("Pss", 0) for part in parts))
+    return ProcessTreeRam(private, _files_in_ram(pids), sum(part.get("Pss", 0) for part in parts))
 
 
 def host_ram_bound() -> ProcessTreeRam:
@@ -53,9 +61,21 @@ def host_ram_bound() -> ProcessTreeRam:
 
     Adding up a process's mappings takes the kernel tens of milliseconds a GiB, and holds up the process meanwhile.
     """
-    parts = [_fields(process.pid, "status", "Rss") for process in descendants()]
+    pids = [process.pid for process in descendants()]
+    parts = [_fields(pid, "status", "Rss") for pid in pids]
     private = sum(part.get("RssAnon", 0) + part.get("RssFile", 0) for part in parts)
-    return ProcessTreeRam(private, private + sum(part.get("RssShmem", 0) for part in parts))
+    return ProcessTreeRam(private, _files_in_ram(pids), private + sum(part.get("RssShmem", 0) for part in parts))
+
+
+def _files_in_ram(pids: Iterable[int]) -> int:
+    ends: dict[str, int] = {}
+    """inode -> where the last mapping of the file ends"""
+    for pid in pids:
+        for line in filter(_IN_RAM.search, _text(pid, "maps").splitlines()):
+            span, _, begins, _, inode, *_ = line.split()
+            start, end = (int(address, 16) for address in span.split("-"))
+            ends[inode] = max(ends.get(inode, 0), int(begins, 16) + end - start)
+    return sum(ends.values())
 
 
 MEASURE_SECONDS = 2.0
@@ -71,18 +91,18 @@ class RamPeak:
         self.spare_bytes = spare_bytes
         """what they may take of this machine's RAM"""
         self.peak_bytes = 0
-        """with pinned memory"""
+        """with pinned memory and files in RAM"""
         self.pinned_peak_bytes = 0
         self.held_bytes = 0
         """of this machine's RAM, at the last exact measurement"""
         self._highest_bound_bytes = 0
         self._measured_at = time.monotonic()
 
-    def measure(self, pinned_bytes: int, now: float) -> None:
-        """Takes this moment into account. ``pinned_bytes``: what is pinned; ``now``: seconds of `time.monotonic`."""
-        self.pinned_peak_bytes = max(self.pinned_peak_bytes, pinned_bytes)
+    def measure(self, table: CardTable, now: float) -> None:
+        """Takes this moment into account. ``table``: what is pinned now; ``now``: seconds of `time.monotonic`."""
         bound = host_ram_bound()
-        total = bound.private + pinned_bytes
+        self.pinned_peak_bytes = max(self.pinned_peak_bytes, table.all_pinned_bytes(bound.files))
+        total = bound.private + bound.files + table.pinned_bytes
         # Below the peak it is no new one. Where it does not rise it may be: of processes that shared pages, one ended.
         overdue = now - self._measured_at >= MEASURE_SECONDS
         may_be_new = total > self._highest_bound_bytes or (overdue and total > self.peak_bytes)
@@ -91,18 +111,21 @@ class RamPeak:
         self._highest_bound_bytes = max(self._highest_bound_bytes, total)
         self._measured_at = now
         exact = host_ram()
-        self.peak_bytes = max(self.peak_bytes, exact.private + pinned_bytes)
+        self.peak_bytes = max(self.peak_bytes, exact.private + exact.files + table.pinned_bytes)
         self.held_bytes = exact.held
 
 
 def _fields(pid: int, file: str, prefix: str) -> dict[str, int]:
     """Bytes by name, as Linux tells them of a process in a file of `/proc`."""
-    try:
-        lines = Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # gone, or not ours
-        return {}
-    fields = dict(line.split(":", 1) for line in lines if line.startswith(prefix))
+    fields = dict(line.split(":", 1) for line in _text(pid, file).splitlines() if line.startswith(prefix))
     return {name: int(value.split()[0]) * KIB for name, value in fields.items()}
+
+
+def _text(pid: int, file: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # gone, or not ours
+        return ""
 
 
 def end_all(process: subprocess.Popen[bytes]) -> None:

@@ -193,7 +193,7 @@ def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path
         code = process.poll()
         table, observed = read_table(folder), read_observed(folder)
         now = time.monotonic()
-        ram.measure(table.pinned_bytes, now)
+        ram.measure(table, now)
         if first_done is None and any(seen.end == "steps" for seen in observed):
             first_done = now
         waited = 0.0 if first_done is None else now - first_done

@@ -182,9 +182,10 @@ class Walked(NamedTuple):
             most = max(most, gone - min(SWAP_RING_BUFFERS, count) * largest)
         return most
 
-    def host_bytes(self, offloads: bool, swapped: int) -> int:
-        """Host RAM of one process, bytes, for so many swapped blocks and, where it ``offloads``, for checkpoints."""
-        return (self.inputs if offloads else 0) + (sum(self.frozen[-swapped:]) if swapped else 0)
+    def host_bytes(self, processes: int, swapped: int, copies: int) -> int:
+        """Host RAM of a node, bytes, for so many swapped blocks in so many ``copies``, and for the checkpoints of so
+        many ``processes`` that offload them."""
+        return processes * self.inputs + (copies * sum(self.frozen[-swapped:]) if swapped else 0)
 
 
 class Backward(NamedTuple):

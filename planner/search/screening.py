@@ -18,6 +18,7 @@ from planner.errors import NotEstimatedError
 from planner.estimate import host_ram
 from planner.estimate.estimate import outside_bytes
 from planner.estimate.roofline import step_seconds
+from planner.estimate.shared_ram import copies_of_swapped_blocks
 from planner.estimate.stages import replay_encoding
 from planner.estimate.traffic import traffic
 from planner.estimate.work import StepWork, attention_of, step_work
@@ -179,13 +180,14 @@ class Screen:
         parameters = int(model.traits.trained_share * model.parameters)
         offloaded = host_ram.floor_bytes(configuration, parameters)
         offloads = configuration.strategy.gradient_checkpointing == "offload"
+        processes = configuration.machine.gpus if offloads else 0
+        copies = copies_of_swapped_blocks(configuration, self.trainer)
         steps = functools.cache(lambda: self._walked(configuration))
 
         def floor(swapped: int) -> int:
             if not swapped and not offloads:
                 return offloaded
-            waiting = max((walked.host_bytes(offloads, swapped) for walked in steps()), default=0)
-            return offloaded + configuration.machine.gpus * waiting
+            return offloaded + max((walked.host_bytes(processes, swapped, copies) for walked in steps()), default=0)
 
         return floor
 

@@ -12,6 +12,7 @@ import torch
 
 from planner.hardware.nvml import DeviceMemory, host_peak_bytes
 from planner.units import MIB
+from trainers.memory.shared_ram import counted_elsewhere
 
 
 class FactSink(Protocol):
@@ -87,7 +88,7 @@ class Meter:
             seconds, values = time.perf_counter() - began, self._take()
             self.report.facts["phases"][name] = values
             self._keep_trace(name, seconds, (before, values["allocated_bytes"], self.torch.allocated_bytes()))
-            self.report.tell(host_bytes=host_peak_bytes())
+            self.report.tell(host_bytes=host_peak_bytes() - counted_elsewhere())
 
     def _keep_trace(self, name: str, seconds: float, allocated: tuple[int | None, ...]) -> None:
         """Adds a phase's device memory over time to the report, if there is a GPU."""

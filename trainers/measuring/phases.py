@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -104,16 +104,18 @@ class ProbedTraining:
         request, device = self.request, self.meter.device
         two_experts = request.job.experts == "both"
         model = self._two_experts() if two_experts else step.build_model(request.profile, request.job, self.strategy)
-        parallel.split(model, request.profile, request.job, self.strategy, device)
+        parallel.split(model, request.profile, request.job, self.strategy, device, request.scratch)
         if request.weights is None and not two_experts:
             placement.place(model, request.profile, self.strategy, device, randomise)
         elif request.weights is not None and not two_experts:
             folder = model_folder(Path(request.weights), request.profile, request.job)
-            swapped = swap.swapped_blocks(model, request.profile, self.strategy)
+            moving = swap.blocks_to_host(model, request.profile, self.strategy, device)
             waiting = placement.offloaded_shares(model, self.strategy)
             weights.load(
-                model, weights.published(folder, request.profile), device, weights.fresh(SEED), None, swapped, waiting
+                model, weights.published(folder, request.profile), device, weights.fresh(SEED), None, moving, waiting
             )
+            if moving:
+                swap.BlockSwap(moving, device)
         self.trainee, self.engine = parallel.set_up(
             model, request.profile, request.job, self.strategy, AT_RATE, device, drive=request.scratch
         )
@@ -163,8 +165,9 @@ class ProbedTraining:
     def _two_experts(self) -> nn.Module:
         request, device = self.request, self.meter.device
 
-        def at_random(_: str, model: nn.Module, waiting: Collection[str]) -> None:
-            placement.materialise(model, device, randomise, waiting)
+        def at_random(_: str, model: nn.Module, waiting: frozenset[str], moving: swap.BlocksToHost | None) -> None:
+            fill = moving.filling(randomise) if moving else randomise
+            placement.materialise(model, device, fill, waiting | (moving.names if moving else frozenset()))
 
         fill: experts.Fill = at_random
         if request.weights is not None:

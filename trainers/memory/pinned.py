@@ -28,14 +28,21 @@ def pinned_tensor(nbytes: int, pinned: bool) -> Tensor:
     """
     buffer = torch.empty(nbytes, dtype=torch.uint8)
     if pinned and nbytes:
-        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0))
-        if code:
-            fault = f"CUDA could not pin {format_gib(nbytes)} of host RAM (error {code})"
-            if code == MEMORY_ALLOCATION:
-                raise MemoryError(fault)
-            raise VplanError(fault, "raise the limit (ulimit -l), or keep less in host RAM")
-        weakref.finalize(buffer, _unregister, buffer.data_ptr())
+        pin(buffer)
     return buffer
+
+
+def pin(buffer: Tensor) -> None:
+    """Pins a tensor in host RAM where it is, until its storage is freed. Raises as `pinned_tensor` does."""
+    storage = buffer.untyped_storage()
+    nbytes = storage.nbytes()
+    code = int(torch.cuda.cudart().cudaHostRegister(storage.data_ptr(), nbytes, 0))
+    if code:
+        fault = f"CUDA could not pin {format_gib(nbytes)} of host RAM (error {code})"
+        if code == MEMORY_ALLOCATION:
+            raise MemoryError(fault)
+        raise VplanError(fault, "raise the limit (ulimit -l), or keep less in host RAM")
+    weakref.finalize(storage, _unregister, storage.data_ptr())
 
 
 def _unregister(address: int) -> None:

@@ -7,11 +7,14 @@ and the end of its backward no other block runs, so the weights that autograd sa
 are the same bytes. Without checkpointing they would differ (autograd holds a linear layer's old storage, while norms
 and tables read the new one). Frozen weights are never copied back (musubi-tuner ``--block_swap_h2d_only``). Trained
 weights are stepped inside backward, while they are in a buffer, and copied back before another block takes the buffer.
+
+Blocks go to host RAM one by one, while the model is loaded. Frozen ones are the same in every rank that has the whole
+model, so the ranks of a computer hold them together (`trainers.memory.shared_ram`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from planner.catalog.profiles import ModelProfile
-from planner.spec.job import Strategy
+from planner.spec.job import SPLIT, Strategy
 from planner.tape.parameter_table import is_of_adapter
 from trainers.memory.pinned import pinned_tensor
 from trainers.memory.quantise import Place, places
+from trainers.memory.shared_ram import SharedRam, share_ram
 
 ALIGNMENT = 256
 """Alignment of each weight in a buffer, bytes, as in an allocation of its own."""
@@ -64,16 +68,82 @@ class _BlockOnHost:
             part.point_into(buffer)
 
 
+Fill = Callable[[str, Tensor], None]
+"""Fills a newly allocated weight, given its full name."""
+
+
+class BlocksToHost:
+    """The swapped blocks of a model that is being loaded, on their way to host RAM. All ranks of a computer load the
+    same model together.
+
+    ``blocks``: in execution order, with their full names. ``shared``: for blocks of which nothing is trained.
+    """
+
+    def __init__(
+        self, blocks: Sequence[tuple[str, nn.Module]], device: torch.device, shared: SharedRam | None = None
+    ) -> None:
+        self.modules = [block for _, block in blocks]
+        self.names = on_host(blocks)
+        """full names of the weights that go to host RAM"""
+        self._prefixes = [f"{name}." for name, _ in blocks]
+        self._device = device
+        self._shared = shared
+        self._loading: int | None = None
+        """the block whose weights are being loaded"""
+        self._on_host: dict[int, _BlockOnHost] = {}
+
+    def filling(self, fill: Fill | None) -> Fill:
+        """Fills weights as ``fill`` does, and moves each block to host RAM once its weights are there. So at most one
+        of them is in a rank's own memory while the model is loaded. The weights of a block come one after another."""
+
+        def fill_and_move(name: str, weight: Tensor) -> None:
+            block = next((index for index, prefix in enumerate(self._prefixes) if name.startswith(prefix)), None)
+            if block != self._loading:
+                self._move(self._loading)
+            self._loading = block
+            if fill is not None:
+                fill(name, weight)
+
+        return fill_and_move
+
+    def on_host(self) -> list[_BlockOnHost]:
+        """All blocks, after the model was loaded; waits for the other ranks of the computer."""
+        for block in range(len(self.modules)):
+            self._move(block)
+        if self._shared is not None:
+            self._shared.complete()
+            self._shared = None
+        return [self._on_host[block] for block in range(len(self.modules))]
+
+    def _move(self, block: int | None) -> None:
+        if block is not None and block not in self._on_host:
+            self._on_host[block] = _to_host(self.modules[block], self._device, self._shared)
+
+
+def blocks_to_host(
+    model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device
+) -> BlocksToHost | None:
+    """The blocks that a strategy swaps, to be moved to host RAM while the built model is loaded; None without any. All
+    ranks call it together."""
+    blocks = swapped_blocks(model, profile, strategy)
+    if not blocks:
+        return None
+    frozen = not any(weight.requires_grad for _, block in blocks for _, weight in _weights_that_move(block))
+    alike = frozen and strategy.sharding not in SPLIT  # an engine that splits moves and replaces weights itself
+    return BlocksToHost(blocks, device, share_ram(device) if alike else None)
+
+
 class BlockSwap:
-    """The swapped blocks of a model, and the ring of buffers on the GPU. ``blocks``: in execution order.
+    """The swapped blocks of a loaded model, and the ring of buffers on the GPU.
 
     ``ring_owner``: the swap of another model of the same architecture, with which to share one ring in turn (see
     `release_ring`).
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], device: torch.device, ring_owner: BlockSwap | None = None) -> None:
+    def __init__(self, moving: BlocksToHost, device: torch.device, ring_owner: BlockSwap | None = None) -> None:
         self.device = device
-        self.blocks = [_to_host(block, device) for block in blocks]
+        blocks = moving.modules
+        self.blocks = moving.on_host()
         largest = max(waiting.host.numel() for waiting in self.blocks)
         slots = 0 if ring_owner else min(SLOTS, len(blocks))
         own_ring = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(slots)]
@@ -186,8 +256,9 @@ def _weights_that_move(block: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in block.named_parameters() if not is_of_adapter(name))
 
 
-def _to_host(block: nn.Module, device: torch.device) -> _BlockOnHost:
-    """Moves a block's weights from any device into one buffer of host RAM."""
+def _to_host(block: nn.Module, device: torch.device, shared: SharedRam | None = None) -> _BlockOnHost:
+    """Moves a block's weights from any device into one buffer of host RAM; into ``shared`` only one rank copies
+    them."""
     parts, end, trained = [], 0, False
     for name, parameter in _weights_that_move(block):
         trained |= parameter.requires_grad
@@ -195,9 +266,10 @@ def _to_host(block: nn.Module, device: torch.device) -> _BlockOnHost:
             tensor = place.tensor
             parts.append(_SwappedTensor(place, end, tensor.nbytes, tensor.dtype, tensor.shape))
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    waiting = _BlockOnHost(parts, pinned_tensor(end, pinned=device.type == "cuda"), trained)
+    host, fills = shared.take(end) if shared else (pinned_tensor(end, pinned=device.type == "cuda"), True)
     for part in parts:
-        source = part.place.tensor.detach().reshape(-1).view(torch.uint8)
-        waiting.host[part.start : part.start + part.nbytes].copy_(source)
-        part.point_into(waiting.host)
-    return waiting
+        if fills:
+            source = part.place.tensor.detach().reshape(-1).view(torch.uint8)
+            host[part.start : part.start + part.nbytes].copy_(source)
+        part.point_into(host)
+    return _BlockOnHost(parts, host, trained)

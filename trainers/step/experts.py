@@ -13,7 +13,7 @@ of both experts are always in host RAM, and use the same ring of buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +58,12 @@ class Experts(nn.Module):
         """The expert for "high" or "low" noise."""
         return self.get_submodule(PARTS[which])
 
-    def send_idle(self, profile: ModelProfile, strategy: Strategy, device: torch.device) -> None:
-        """Moves the low-noise expert, which is idle at first, to pinned host RAM, and the swapped blocks of both."""
-        for which in PARTS:
-            blocks = swap.swapped_blocks(self.part(which), profile, strategy)
-            if blocks:
-                self._apart = swap.on_host(blocks)
-                modules = [block for _, block in blocks]
-                self.swaps[which] = swap.BlockSwap(modules, device, self.swaps.get("high"))
+    def send_idle(self, moving: dict[str, swap.BlocksToHost], device: torch.device) -> None:
+        """Moves the low-noise expert, which is idle at first, to pinned host RAM. ``moving``: the swapped blocks of
+        both experts."""
+        for which, blocks in moving.items():
+            self._apart = blocks.names
+            self.swaps[which] = swap.BlockSwap(blocks, device, self.swaps.get("high"))
         self.waiting = to_host(list(self._moving("low")), device)
 
     def turn(self, which: str) -> None:
@@ -125,9 +123,9 @@ def _aligned_bytes(place: Place) -> int:
     return -(-place.tensor.nbytes // swap.ALIGNMENT) * swap.ALIGNMENT
 
 
-Fill = Callable[[str, nn.Module, Collection[str]], None]
-"""Gives a built expert its weights on the device. Arguments: "high" or "low", the model, and the names of the weights
-that go to host RAM instead."""
+Fill = Callable[[str, nn.Module, frozenset[str], swap.BlocksToHost | None], None]
+"""Gives a built expert its weights on the device. Arguments: "high" or "low", the model, the names of the weights that
+go to host RAM instead, and swapped blocks, whose weights do too."""
 
 
 def pair(
@@ -141,17 +139,20 @@ def pair(
     """Builds both experts, each as a single model is built. They share the host RAM for offloaded checkpoints, because
     only one runs at a time."""
     inputs, waits = InputsOnHost(), strategy.inactive_expert == "cpu"
-    models = []
+    models, moving = [], {}
     for which in PARTS:
         model = step.build_model(profile, job, strategy, inputs=inputs, lora_alpha=lora_alpha)
-        names = swap.on_host(swap.swapped_blocks(model, profile, strategy))
+        names: frozenset[str] = frozenset()
         if waits and which == "low":
             names = frozenset(name for name, weight in model.named_parameters() if not weight.requires_grad)
-        fill(which, model, names)
+        blocks = swap.blocks_to_host(model, profile, strategy, device) if waits else None
+        fill(which, model, names, blocks)
+        if blocks:
+            moving[which] = blocks
         models.append(model)
     both = Experts(*models)
     if waits:
-        both.send_idle(profile, strategy, device)
+        both.send_idle(moving, device)
     return both
 
 
@@ -162,12 +163,10 @@ def from_folder(
     """Fills the experts with the weights of a pipeline's folder. ``begin`` gives the adapter initialisation for a
     part's name and model; ``trained``: a checkpoint's weights, of both experts."""
 
-    def fill(which: str, model: nn.Module, waiting: Collection[str]) -> None:
-        folder = model_folder(root, profile, job.replace(experts=which))
+    def fill(which: str, model: nn.Module, waiting: frozenset[str], moving: swap.BlocksToHost | None) -> None:
+        source = weights.published(model_folder(root, profile, job.replace(experts=which)), profile)
         of_part = trained.under(f"{PARTS[which]}.") if trained else None
-        weights.load(
-            model, weights.published(folder, profile), device, begin(PARTS[which], model), of_part, waiting=waiting
-        )
+        weights.load(model, source, device, begin(PARTS[which], model), of_part, moving, waiting)
 
     return fill
 

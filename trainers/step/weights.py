@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +94,12 @@ def load(
     device: torch.device,
     begin: Begin,
     trained: Weights | None = None,
-    swapped: Sequence[tuple[str, nn.Module]] = (),
+    moving: swap.BlocksToHost | None = None,
     waiting: Iterable[str] = (),
 ) -> None:
     """Allocates a built model on the device with its weights from files.
 
-    The weights of ``swapped`` blocks and those named in ``waiting`` stay in host RAM. ``trained``: a checkpoint's
+    The weights of the blocks in ``moving`` and those named in ``waiting`` stay in host RAM. ``trained``: a checkpoint's
     weights, under the names of the trained parameters. ``begin`` initialises a new adapter.
     """
     kept = trained.names if trained else frozenset()
@@ -117,14 +117,13 @@ def load(
         else:
             weights.fill(_published(name), weight)
 
-    placement.materialise(model, device, fill, swap.on_host(swapped) | frozenset(waiting))
+    on_host = frozenset(waiting) | (moving.names if moving else frozenset())
+    placement.materialise(model, device, moving.filling(fill) if moving else fill, on_host)
     for name, buffer in saved_buffers(model).items():
         weights.fill(name, buffer)
     names = {name for name, _ in model.named_parameters()}
     if strange := kept - names:
         raise VplanError(f"the checkpoint has {_some(strange)}, which the model lacks", "start over with --resume no")
-    if swapped:
-        swap.BlockSwap([block for _, block in swapped], device)
 
 
 MAGNITUDE = ".lora_magnitude_vector."

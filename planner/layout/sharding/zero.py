@@ -17,7 +17,7 @@ Bytes of one rank, and the function that counts them. P trained parameters over 
 
 | term | stage 1 | stage 2 | stage 3 | function |
 |---|---|---|---|---|
-| trained weights | 2P, flat | 2P, flat | 2S, and small ones whole | `_flatten_weights`, `_split_weights` |
+| trained weights | 2P, flat | 2P, flat | 2S, and small ones whole | `_flatten_weights`, `split_weights` |
 | gradients in backward | 2P | freed by bucket | freed by bucket | `_reduce_all`, `_reduce_in_backward` |
 | gradients for the step | 2 per element that a share touches | the same | 2S | `_stages_1_and_2`, `_stage_3` |
 | fp32 master, two states | 12S | 12S | 12S, by sub-group | `_flatten_weights`, `_stage_3`, `_states` |
@@ -41,10 +41,14 @@ from planner.layout.gradient_sums import SUM_WORKSPACE
 from planner.layout.run import Run
 from planner.layout.run_records import ZeroSettings
 from planner.layout.sharding.stage_editor import first_backward
+from planner.layout.sharding.zero_weights import split_weights
 from planner.tape.program import Stage
 
 HALF, FULL = 2, 4
 """Bytes of a 16-bit and of an fp32 number."""
+
+GATHERING, REDUCING = 1, 2
+"""CUDA streams of stage 3 (``allgather_stream`` of parameter_offload.py, ``reduce_and_partition_stream``)."""
 
 NORM_BYTES = 8
 """Gradient norms are added up in fp64, one parameter at a time (``get_norm_dtype`` in runtime/zero/utils.py)."""
@@ -335,13 +339,16 @@ class _BucketReduction:
     ranks: Callable[[Iterable[str]], set[int]]
     kept: list[int]
     norm_bytes: int
+    stream: int = 0
+    """CUDA stream that buckets are reduced on"""
 
     def events(self, names: Sequence[str]) -> list[int]:
         """The events of reducing the gradients of some parameters; none if there are none."""
         made: list[int] = []
         ranks = self.ranks(names)
         if len(ranks) > 1:
-            copy = self.run.new(HALF * sum(self.run.elements[name] for name in names), "buckets", "reduced copy")
+            copied = HALF * sum(self.run.elements[name] for name in names)
+            copy = self.run.new(copied, "buckets", "reduced copy", self.stream)
             made += [copy, ~copy]
         if names and self.run.strategy.offload_optimizer != "none":  # each norm is taken before its gradient goes
             norm = self.run.new(self.norm_bytes, "temporary", "norm in fp64")
@@ -488,7 +495,7 @@ def _stage_3(run: Run, settings: ZeroSettings) -> None:
         for group in optimizer_groups(run)
         for size in sub_groups([-(-count // world) for count in group.values()], settings.sub_group)
     ]
-    _split_weights(run, settings, sum(partitions))
+    split_weights(run, settings, elements)
     if not offloaded:
         master = [run.new(FULL * group, "optimizer", "fp32 master") for group in groups]
         converted = [run.new(FULL * group, "temporary", "fp32 weights") for group in groups]
@@ -500,7 +507,9 @@ def _stage_3(run: Run, settings: ZeroSettings) -> None:
     run.accumulate = None  # every micro-batch is like the first: what it adds to is there from the beginning
     largest = -(-max(elements.values()) // world)
     everyone = set(range(world))
-    flush = _BucketReduction(run, settings, lambda names: everyone if names else set(), [], NORM_BYTES * largest)
+    flush = _BucketReduction(
+        run, settings, lambda names: everyone if names else set(), [], NORM_BYTES * largest, REDUCING
+    )
     _reduce_in_backward(run.step, run, None, flush)
     _gather(run, settings)
     for stage in (run.optimizer_first, run.optimizer):
@@ -516,37 +525,6 @@ def _sub_group_steps(run: Run, groups: Sequence[int], largest: int, first: bool)
     yield from (overflow, ~overflow, norm, ~norm)
     for group in groups:
         yield from _step(run, group, _states(run, group) if first else [])
-
-
-def _split_weights(run: Run, settings: ZeroSettings, trained_share: int) -> None:
-    """Every rank keeps its share of all parameters, and small ones whole as well. With ``offload_params`` the shares
-    are in host RAM, except those of small frozen parameters (``ds_persist``)."""
-    _load_whole(run)
-    world, offloaded = run.machine.world, run.strategy.offload_params != "none"
-    names, sizes = trained_elements(run), run.elements
-    frozen = {name: -(-count // world) for name, count in sizes.items() if name not in names}
-    small = [name for name, count in sizes.items() if count <= settings.persistent]
-    staying = [count for name, count in frozen.items() if not offloaded or sizes[name] <= settings.persistent]
-    run.add(run.load, HALF * sum(staying), "weight", "frozen shares")
-    if not offloaded:
-        run.add(run.load, HALF * trained_share, "weight", "trained shares")
-    if world > 1 or offloaded:
-        run.add(run.load, HALF * sum(sizes[name] for name in small), "weight", "small weights")
-
-
-UNSPLIT = "weight before it is split"
-
-
-def _load_whole(run: Run) -> None:
-    """The whole model is on every GPU, in 16 bits, before it is split parameter by parameter: a model that
-    ``deepspeed.zero.Init`` did not make goes there as it is (runtime/engine.py ``_configure_distributed_model`` of
-    0.19.8: ``self.module.to(self.device)``). Rehearsed: 2.68 GiB for LoRA of Wan 2.1 1.3B on two GPUs with
-    ``offload_params``, of which 0.99 stay."""
-    whole = {run.parameters[name]: run.new(HALF * count, "temporary", UNSPLIT) for name, count in run.elements.items()}
-    run.load.stretches = [
-        (moment, [whole.get(event, event) for event in events]) for moment, events in run.load.stretches
-    ]
-    run.place(run.load, [~weight for weight in whole.values()], "split of the weights")
 
 
 def _gather(run: Run, settings: ZeroSettings) -> None:
@@ -565,8 +543,8 @@ def _gather(run: Run, settings: ZeroSettings) -> None:
             block = run.facts.step.block_of(name)
             blocks[block] = blocks.get(block, 0) + (elements if block else 0)
         live = max(live, *blocks.values())
-    gathered = run.new(HALF * min(total, live + most), "buckets", "gathered weights")
-    fetched = run.new(HALF * min(total, settings.prefetch + most), "buckets", "all-gather")
+    gathered = run.new(HALF * min(total, live + most), "buckets", "gathered weights", GATHERING)
+    fetched = run.new(HALF * min(total, settings.prefetch + most), "buckets", "all-gather", GATHERING)
     run.handover.gathered_bytes = run.sizes[gathered] + run.sizes[fetched]
     run.place(run.step, [gathered, fetched], "gather", at=0)
     run.free(run.step, [gathered, fetched])

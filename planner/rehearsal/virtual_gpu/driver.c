@@ -137,6 +137,8 @@ EXPORT int cuMemHostAlloc(void **start, size_t bytes, unsigned flags)
     return *start ? SUCCESS : OUT_OF_MEMORY;
 }
 EXPORT int cuMemFreeHost(void *start) { return vg_pinned_free(start); }
+EXPORT int cuMemHostRegister_v2(void *start, size_t bytes, unsigned flags) { return start && bytes ? vg_register(start, bytes) : 1; }
+EXPORT int cuMemHostUnregister(void *start) { return vg_unregister(start); }
 EXPORT int cuMemcpy(address to, address from, size_t bytes) { vg_copy_memory((void *)to, (void *)from, bytes); return SUCCESS; }
 EXPORT int cuMemcpyAsync(address to, address from, size_t bytes, void *stream) { return cuMemcpy(to, from, bytes); }
 EXPORT int cuMemcpyHtoD_v2(address to, const void *from, size_t bytes) { return cuMemcpy(to, (address)from, bytes); }

@@ -193,6 +193,14 @@ EXPORT void vg_count_launch(void) { __atomic_fetch_add(&self()->launches, 1, __A
 EXPORT void vg_count_read(void) { __atomic_fetch_add(&self()->reads, 1, __ATOMIC_RELAXED); }
 EXPORT void vg_count_unwritten(uint64_t bytes) { __atomic_fetch_add(&self()->unwritten, bytes, __ATOMIC_RELAXED); }
 
+EXPORT void vg_count_registered(int64_t bytes, int shared)
+{
+    struct holder *holder = self();
+    lock();
+    *(shared ? &holder->registered_shared : &holder->registered) += (uint64_t)bytes;
+    unlock();
+}
+
 EXPORT void vg_count_pinned(int64_t bytes)
 {
     struct holder *holder = self();

@@ -18,7 +18,7 @@
 #define SPACE (MOST_CARDS * CARD_SPACE)
 #define PAGE (2ULL << 20) /* what cudaMalloc hands out physically, and the granularity of cuMemCreate */
 
-struct range { char *start; uint64_t bytes; };
+struct range { char *start; uint64_t bytes; int shared; };
 struct ranges { struct range *items; int count, room; };
 struct allocation { char *start; uint64_t bytes; int device; struct allocation *next; };
 
@@ -27,7 +27,7 @@ static char *space;
 static uint64_t next_address[MOST_CARDS]; /* offset in the card's part; below it all was handed out once */
 static struct ranges released[MOST_CARDS];
 static struct allocation *allocations[4096];
-static struct ranges pinned;
+static struct ranges pinned, registered;
 
 static __thread int device_of_thread;
 EXPORT int vg_current_device(void) { return device_of_thread; }
@@ -35,7 +35,7 @@ EXPORT void vg_set_current_device(int device) { device_of_thread = device; }
 
 static uint64_t round_up(uint64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 
-static void add_range(struct ranges *list, char *start, uint64_t bytes)
+static void add_range(struct ranges *list, char *start, uint64_t bytes, int shared)
 {
     if (list->count == list->room) {
         list->room = list->room ? 2 * list->room : 64;
@@ -43,7 +43,7 @@ static void add_range(struct ranges *list, char *start, uint64_t bytes)
         if (!list->items)
             abort();
     }
-    list->items[list->count++] = (struct range){start, bytes};
+    list->items[list->count++] = (struct range){start, bytes, shared};
 }
 
 static void map_space(void)
@@ -108,7 +108,7 @@ EXPORT void vg_release_addresses(void *address, uint64_t bytes)
     pthread_mutex_lock(&guard);
     int card = (int)((uint64_t)((char *)address - space) / CARD_SPACE);
     forget(address, round_up(bytes));
-    add_range(&released[card], address, round_up(bytes));
+    add_range(&released[card], address, round_up(bytes), 0);
     pthread_mutex_unlock(&guard);
 }
 
@@ -171,34 +171,42 @@ EXPORT void *vg_pinned_allocate(uint64_t bytes)
     if (start == MAP_FAILED)
         return NULL;
     pthread_mutex_lock(&guard);
-    add_range(&pinned, start, bytes);
+    add_range(&pinned, start, bytes, 0);
     pthread_mutex_unlock(&guard);
     vg_count_pinned((int64_t)bytes);
     return start;
 }
 
-static int pinned_index(const void *address)
+static int index_in(const struct ranges *list, const void *address)
 {
     const char *at = address;
-    for (int i = pinned.count - 1; i >= 0; i--)
-        if (at >= pinned.items[i].start && at < pinned.items[i].start + pinned.items[i].bytes)
+    for (int i = list->count - 1; i >= 0; i--)
+        if (at >= list->items[i].start && at < list->items[i].start + list->items[i].bytes)
             return i;
     return -1;
+}
+
+static int is_allocated_pinned(const void *address)
+{
+    pthread_mutex_lock(&guard);
+    int index = index_in(&pinned, address);
+    pthread_mutex_unlock(&guard);
+    return index >= 0;
 }
 
 EXPORT int vg_is_pinned(const void *address)
 {
     pthread_mutex_lock(&guard);
-    int index = pinned_index(address);
+    int index = index_in(&registered, address);
     pthread_mutex_unlock(&guard);
-    return index >= 0;
+    return index >= 0 || is_allocated_pinned(address);
 }
 
 EXPORT int vg_pinned_free(void *address)
 {
     pthread_mutex_lock(&guard);
-    int index = pinned_index(address);
-    struct range range = {NULL, 0};
+    int index = index_in(&pinned, address);
+    struct range range = {NULL, 0, 0};
     if (index >= 0) {
         range = pinned.items[index];
         pinned.items[index] = pinned.items[--pinned.count];
@@ -208,6 +216,53 @@ EXPORT int vg_pinned_free(void *address)
         return 1;
     munmap(range.start, range.bytes);
     vg_count_pinned(-(int64_t)range.bytes);
+    return SUCCESS;
+}
+
+/* Whether an address is in a mapping that other processes can have too. */
+static int is_shared_mapping(const void *address)
+{
+    FILE *maps = fopen("/proc/self/maps", "r");
+    char line[4096], kind[5];
+    unsigned long start, end;
+    int shared = 0;
+    while (maps && fgets(line, sizeof line, maps))
+        if (sscanf(line, "%lx-%lx %4s", &start, &end, kind) == 3 && (uint64_t)address >= start && (uint64_t)address < end)
+            shared = kind[3] == 's';
+    if (maps)
+        fclose(maps);
+    return shared;
+}
+
+/* Memory that the program has already is pinned where it lies. It is counted apart from what is allocated pinned: the
+ * kernel counts its pages as the process's own, or as those of a mapped file. */
+EXPORT int vg_register(void *address, uint64_t bytes)
+{
+    int shared = is_shared_mapping(address);
+    pthread_mutex_lock(&guard);
+    int already = index_in(&registered, address) >= 0;
+    if (!already)
+        add_range(&registered, address, bytes, shared);
+    pthread_mutex_unlock(&guard);
+    if (already)
+        return 712; /* cudaErrorHostMemoryAlreadyRegistered */
+    vg_count_registered((int64_t)bytes, shared);
+    return SUCCESS;
+}
+
+EXPORT int vg_unregister(void *address)
+{
+    pthread_mutex_lock(&guard);
+    int index = index_in(&registered, address);
+    struct range range = {NULL, 0, 0};
+    if (index >= 0) {
+        range = registered.items[index];
+        registered.items[index] = registered.items[--registered.count];
+    }
+    pthread_mutex_unlock(&guard);
+    if (!range.start)
+        return 713; /* cudaErrorHostMemoryNotRegistered */
+    vg_count_registered(-(int64_t)range.bytes, range.shared);
     return SUCCESS;
 }
 
@@ -227,7 +282,7 @@ EXPORT void vg_copy_memory(void *to, const void *from, uint64_t bytes)
         vg_count_read();
     if (bytes <= SMALL_BYTES)
         memmove(to, from, bytes);
-    else if (!to_device && !vg_is_pinned(to)) {
+    else if (!to_device && !is_allocated_pinned(to)) {
         if (bytes <= ZEROED_BYTES)
             memset(to, 0, bytes);
         else

@@ -188,6 +188,17 @@ EXPORT result cudaHostAlloc(void **start, size_t bytes, unsigned flags)
 EXPORT result cudaMallocHost(void **start, size_t bytes) { return cudaHostAlloc(start, bytes, 0); }
 EXPORT result cudaFreeHost(void *start) { vg_pinned_free(start); return SUCCESS; }
 
+EXPORT result cudaHostRegister(void *start, size_t bytes, unsigned flags)
+{
+    int code = start && bytes ? vg_register(start, bytes) : 1;
+    return code ? failed(code) : SUCCESS;
+}
+EXPORT result cudaHostUnregister(void *start)
+{
+    int code = vg_unregister(start);
+    return code ? failed(code) : SUCCESS;
+}
+
 /* Managed memory may exceed the card and moves between both: host memory here (bitsandbytes' paged optimizers). */
 EXPORT result cudaMallocManaged(void **start, size_t bytes, unsigned flags) { return cudaHostAlloc(start, bytes, 0); }
 EXPORT result cudaHostGetDevicePointer(void **on_device, void *on_host, unsigned flags)

@@ -50,6 +50,8 @@ struct holder {
     uint64_t outside_peak[MOST_CARDS];
     uint64_t pinned;
     uint64_t pinned_peak;
+    uint64_t registered;          /* pinned where it lay in the process's own memory, which the kernel counts */
+    uint64_t registered_shared;   /* the same of mapped files that other processes may map too */
     uint64_t unwritten;           /* bytes of large copies to ordinary host memory, which were not made */
     uint64_t reads;               /* small copies from a card to the host: values that the program looked at */
     uint64_t launches;
@@ -63,7 +65,7 @@ struct table {
     uint64_t card_peak[MOST_CARDS];
     struct holder holders[MOST_HOLDERS];
 };
-#define TABLE_MAGIC 0x3155504756ULL /* "VGPU1" */
+#define TABLE_MAGIC 0x3255504756ULL /* "VGPU2" */
 
 /* The card (card.c). */
 uint64_t vg_number_from_environment(const char *name, uint64_t otherwise);
@@ -94,6 +96,7 @@ void vg_count_launch(void);
 void vg_count_read(void);
 void vg_count_unwritten(uint64_t bytes);
 void vg_count_pinned(int64_t bytes);
+void vg_count_registered(int64_t bytes, int shared);
 
 /* Addresses (memory.c). */
 int vg_current_device(void);
@@ -105,6 +108,8 @@ int vg_device_free(void *address);
 int vg_is_device(const void *address, int *device);
 void *vg_pinned_allocate(uint64_t bytes);
 int vg_pinned_free(void *address);
+int vg_register(void *address, uint64_t bytes);
+int vg_unregister(void *address);
 int vg_is_pinned(const void *address);
 void vg_copy_memory(void *to, const void *from, uint64_t bytes);
 void vg_set_memory(void *to, int value, uint64_t bytes);

@@ -156,6 +156,43 @@ def test_pinned_memory_that_nobody_writes_to_takes_no_ram(place: Path, cache: st
     assert (answer["verdict"], answer["limit"]) == ("no", "host")
 
 
+def test_memory_that_is_pinned_where_it_lies_is_counted_and_what_processes_share_once(
+    place: Path, cache: str, bare_python: str
+) -> None:
+    source = """
+        import ctypes, mmap, os, sys, time
+        own, shared = 96 << 20, 160 << 20
+        file = os.memfd_create("weights")
+        os.posix_fallocate(file, 0, shared)
+        for first in (True, False):
+            if first and os.fork() == 0:
+                break
+        cuda = ctypes.CDLL("libcuda.so.1")
+        context = ctypes.c_void_p()
+        assert cuda.cuInit(0) == 0
+        assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+        assert cuda.cuCtxSetCurrent(context) == 0
+        kept = []
+        def register(mapped, size):
+            kept.append((ctypes.c_char * size).from_buffer(mapped))
+            at = ctypes.c_void_p(ctypes.addressof(kept[-1]))
+            assert cuda.cuMemHostRegister_v2(at, ctypes.c_size_t(size), 0) == 0
+            assert cuda.cuMemHostRegister_v2(at, ctypes.c_size_t(size), 0) == 712
+            return at
+        register(mmap.mmap(file, shared), shared)
+        register(mmap.mmap(-1, own, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), own)
+        gone = register(mmap.mmap(-1, own, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), own)
+        assert cuda.cuMemHostUnregister(gone) == 0
+        assert cuda.cuMemHostUnregister(gone) == 713
+        time.sleep(2)
+    """
+    answer = rehearse(place, cache, "--gpu", "8GB", "--", bare_python, program(place, source))
+    assert 2 * (96 << 20) + (160 << 20) <= answer["pinned_bytes"] <= 4 * (96 << 20) + (160 << 20)
+    assert (
+        (160 << 20) < answer["host_ram_bytes"] < (160 << 20) + (128 << 20)
+    )  # own pages that nobody wrote to take none
+
+
 def test_the_time_is_bounded(place: Path, cache: str, bare_python: str) -> None:
     words = ["--gpu", "24GB", "--time-limit", "1", "--", bare_python, "-c", "import time; time.sleep(600)"]
     assert "stopped after 1 s" in rehearse(place, cache, *words, code=4)["error"]["message"]

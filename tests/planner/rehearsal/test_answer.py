@@ -62,7 +62,7 @@ def answer(folder: Path, ending: Ending, device_bytes: int = 12 * GIB + CONTEXT,
     facts = process(**changes)
     (folder / f"observed-{facts['pid']}.json").write_text(json.dumps(facts))
     rest = (0,) * (MOST_CARDS - 1)
-    holder = Holder(facts["pid"], (device_bytes, *rest), (CONTEXT, *rest), 0, 0, 0, 0, 0)
+    holder = Holder(facts["pid"], (device_bytes, *rest), (CONTEXT, *rest), *[0] * 7)
     table = CardTable((device_bytes, *rest), (holder,))
     code = {"done": 0, "failed": 1}.get(ending)
     outcome = RehearsalOutcome(
