@@ -158,7 +158,7 @@ def test_what_is_written_is_read_as_it_was(config: dict[str, Any], tmp_path: Pat
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     again = translate(*dialects.read_script(from_file(tmp_path / "train.sh")))
-    assert again.strategy == translate(found.dialect, found.given).strategy
+    assert again.strategy == translate(found.dialect, found.invocation).strategy
     assert not again.refused
 
 
