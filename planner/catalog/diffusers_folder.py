@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from planner.errors import VplanError, did_you_mean, quoted
+from planner.errors import VplanError, quoted
 
 Config = dict[str, Any]
 
@@ -202,9 +202,10 @@ def _class_of(config: Config, place: Path, classes: Iterable[str]) -> str:
         fix = "pass the config.json of a transformer or UNet of diffusers"
         raise VplanError(f"{place.name} has no _class_name: not the config of a diffusers model", fix)
     if name not in classes:
-        otherwise = "pass the config.json of one; a newer diffusers may have it"
+        # The nearest name would be of another model: of Wan's own WanModel it is a UNet.
+        fix = "pass the model in diffusers format (often named -Diffusers); a newer diffusers may have the class"
         fault = f"class {quoted(name)} cannot be recorded: the installed diffusers has no such transformer or UNet"
-        raise VplanError(fault, did_you_mean(name, classes, otherwise))
+        raise VplanError(fault, fix)
     return name
 
 

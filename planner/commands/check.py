@@ -123,8 +123,9 @@ def command(
 ) -> int:
     """Check whether another trainer's command runs out of memory, in which phase, and what to change.
 
-    Pass the command after `--`, or a file: a shell script, a trainer's TOML, YAML or JSON, or a Python file. It is
-    read as text and never run. The files that it names are looked for beside it and here, or passed behind it.
+    Pass the command after `--`, or a file: a script of a shell, cmd.exe or PowerShell, a notebook, a trainer's TOML,
+    YAML or JSON, or a Python file. It is read as text and never run. The files that it names are looked for beside it
+    and here, or passed behind it.
     """
     strict, report = said.pop("strict"), said.pop("report")
     if not error and (log := _log(words, path)):

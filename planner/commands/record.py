@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 import click
 
 import profiles
-from planner.catalog import lookup, user_data
+from planner.catalog import diffusers_folder, lookup, user_data
 from planner.catalog.components import COMPONENTS, Component, components
 from planner.catalog.own_code import NamedClass
 from planner.catalog.own_inputs import OwnInputs
@@ -180,6 +180,11 @@ def _check_use(models: Sequence[str], folders: list[str], name: str | None, chec
         raise VplanError("--name is for one folder or config.json", "pass the folder of your model", USAGE)
     if folders and check:
         raise VplanError("--check is for recorded models", "pass the model's name instead of its folder", USAGE)
+    for model in set(models) - set(folders):
+        if diffusers_folder.locate(model) is not None:
+            # Recording the bundled model takes minutes and replaces its tapes.
+            fix = f"write ./{model} for the folder; for the bundled model, call it where no such folder is"
+            raise VplanError(f"{quoted(model)} is a model in a folder here, and the name of a bundled one", fix)
     own_names = user_data.model_names()
     if output and (folders or any(model.lower() in own_names for model in models)):
         raise VplanError(

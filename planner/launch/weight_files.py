@@ -118,7 +118,10 @@ def check_architecture(folder: Path, profile: ModelProfile) -> None:
         raise VplanError(f"{folder / CONFIG} is damaged", AGAIN) from None
     if class_name != profile.diffusers_class:
         fault = f"{folder} holds a {quoted(class_name)}, but {profile.name} is a {profile.diffusers_class}"
-        raise VplanError(fault, "pass the folder of the plan's model")
+        fix = "pass the folder of the plan's model"
+        if not any((place / "model_index.json").is_file() for place in (folder, folder.parent)):
+            fix += " in diffusers format, with a model_index.json: often published under its name with -Diffusers"
+        raise VplanError(fault, fix)
     for key, planned in profile.config.items():
         value = config.get(key, planned)
         if not _same(value, planned):

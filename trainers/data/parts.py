@@ -37,18 +37,33 @@ def locate(source: str, parts: Iterable[str]) -> Path:
     Raises a VplanError if ``source`` is neither, or the download fails.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder.resolve()
+    if folder.is_file():
+        fix = "pass the model's folder in diffusers format as --weights, and this file as --transformer"
+        raise VplanError(f"{quoted(source)} is a file, not the folder of a model", fix)
     try:
         patterns = [f"{part}/{name}" for part in parts for name in FILES]
         return Path(snapshot_download(source, allow_patterns=[INDEX, *patterns]))
     except HFValidationError:
         fault = f"model {quoted(source)} is neither a folder nor the id of a repository"
         raise VplanError(fault, "pass a diffusers folder, or OWNER/NAME") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+    except GatedRepoError:
+        fix = "accept its licence on huggingface.co and log in (`hf auth login`), or pass a folder"
+        raise VplanError(f"{source} is given only to those who accepted its licence", fix) from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        fix = "pass a folder written by save_pretrained, or download the model first (`hf download`)"
+        raise VplanError(f"{source} is not in this machine's cache, and the Hub cannot be reached", fix) from None
+    except (HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:120]
         fix = "pass a folder written by save_pretrained, or download the model first"
         raise VplanError(f"cannot get {source}: {reason}", fix) from None

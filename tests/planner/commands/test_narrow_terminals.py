@@ -52,6 +52,12 @@ def test_the_cost_of_one_of_several_changes_stands_beneath_it_alone() -> None:
     assert "\n      host RAM for the layers\n" in part and "lossless\n" in part
 
 
+def test_an_option_without_an_effect_is_not_in_the_table_of_effects() -> None:
+    out = typed("suggest", "sdxl", "--gpu", "a6000").stdout
+    assert "plan: fused step" in out and "optimizer_step" not in out and "effect of" not in out
+    assert "gradient_checkpointing none to full" in typed("suggest", "flux.1-dev", "--gpu", "4090").stdout
+
+
 def test_checks_of_preflight_are_no_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     typed("suggest", "sdxl", "--gpu", "12GB", "-o", "plan.toml")
     Path("data").mkdir()

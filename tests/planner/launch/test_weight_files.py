@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.catalog import lookup
 from planner.errors import VplanError
 from planner.launch import single_file, weight_files
 
@@ -31,6 +32,17 @@ def refusal(path: Path) -> VplanError:
         weight_files.check_file(path)
     assert str(path) in raised.value.message and "download the model again" in raised.value.fix
     return raised.value
+
+
+def test_a_folder_in_a_model_s_own_format_is_told_by_that(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"_class_name": "WanModel"}')
+    with pytest.raises(VplanError) as raised:
+        weight_files.check_architecture(tmp_path, lookup.model("wan2.1-t2v-1.3b"))
+    assert "holds a 'WanModel'" in raised.value.message and "diffusers format" in raised.value.fix
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(VplanError) as raised:
+        weight_files.check_architecture(tmp_path, lookup.model("wan2.1-t2v-1.3b"))
+    assert raised.value.fix == "pass the folder of the plan's model"
 
 
 @pytest.mark.parametrize("tensors", [{}, {"a": 4}, {"b": 100, "a": 0, "c": 7}])

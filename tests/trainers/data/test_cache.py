@@ -374,8 +374,11 @@ def test_names_that_are_no_models(clips: Path, tmp_path: Path, monkeypatch: pyte
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(VplanError, match="cannot get nobody/nothing"):
+    with pytest.raises(VplanError, match="nobody/nothing is not in this machine's cache, and the Hub cannot be"):
         run(clips, setting(Path("nobody/nothing"), tmp_path / "cache"))
+    (tmp_path / "wan.safetensors").touch()
+    with pytest.raises(VplanError, match="is a file, not the folder of a model"):
+        run(clips, setting(tmp_path / "wan.safetensors", tmp_path / "cache"))
     with pytest.raises(VplanError, match="neither a folder nor"):
         run(clips, setting(Path("a/b/c"), tmp_path / "cache"))
 

@@ -49,6 +49,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def test_a_folder_with_the_name_of_a_bundled_model_is_not_that_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`hf download Wan-AI/Wan2.1-T2V-1.3B --local-dir Wan2.1-T2V-1.3B` leaves one: the shipped tapes were replaced."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Wan2.1-T2V-1.3B").mkdir()
+    (tmp_path / "Wan2.1-T2V-1.3B" / "config.json").write_text('{"_class_name": "WanModel"}')
+    refused = run("Wan2.1-T2V-1.3B", "-o", "tapes")
+    assert refused.exit_code == 1 and "write ./Wan2.1-T2V-1.3B for the folder" in refused.output
+    refused = run("./Wan2.1-T2V-1.3B")
+    assert refused.exit_code == 1 and "in diffusers format" in refused.output and "did you mean" not in refused.output
+
+
 def test_check_accepts_what_was_written(folder: Path) -> None:
     done = run("wan2.1-t2v-1.3B", "--variant", VARIANT, "--check", "-o", str(folder))
     assert done.exit_code == 0

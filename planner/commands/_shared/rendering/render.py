@@ -253,11 +253,12 @@ def print_suggestion(
         console.print(other_kind(wish), style="yellow")
     console.print(f"peak: {plan.peak.phase}, {plan.peak.moment}")
     print_assumptions(console, question, plan)
-    told = [switch for switch in suggestion.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]
+    columns = ("effect of each option", ">GiB", ">s/step")[: 3 if plan.timed else 2]
+    rows = {switch: _switch_row(switch)[: len(columns)] for switch in suggestion.switches}
+    told = [switch for switch, (_, *numbers) in rows.items() if any(map(float, numbers))]  # not of zeros alone
     if told:
         console.print()
-        columns, rows = ("effect of each option", ">GiB", ">s/step"), [_switch_row(switch) for switch in told]
-        console.print(table(columns, rows) if plan.timed else table(columns[:-1], [row[:-1] for row in rows]))
+        console.print(table(columns, [rows[switch] for switch in told]))
         for switch in (switch for switch in told if switch.field == "swap_blocks"):
             console.print(_swap_note(question, plan, switch), style="dim")
     if suggestion.alternatives:
