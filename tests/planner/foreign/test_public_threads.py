@@ -151,7 +151,7 @@ def sample():
 ANSWERS = {
     "aitk-wan21-1b-24gb": True,
     "cogvideo-731-v100": None,
-    "dpipe-306-swap8": False,
+    "dpipe-306-swap8": True,
     "diffsynth-563-h100": True,
     "dpipe-flux2-dev": True,
     "sds-1314-3090": True,
