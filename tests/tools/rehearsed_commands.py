@@ -48,15 +48,15 @@ def facts(row: dict[str, Any]) -> set[Hashable]:
     return {(trainer, word) for word in words} | {(trainer, *leaf) for config in written for leaf in _leaves(config)}
 
 
-def _leaves(config: Any, key: str = "") -> Iterator[tuple[str, str | bool]]:
-    """The switches and words that a config says, under their keys."""
+def _leaves(config: Any, key: str = "") -> Iterator[tuple[str, str | int]]:
+    """The switches and words that a config says, under their keys, and the stage of ZeRO."""
     if isinstance(config, dict):
         for name, value in config.items():
             yield from _leaves(value, name)
     elif isinstance(config, list):
         for value in config:
             yield from _leaves(value, key)
-    elif isinstance(config, bool | str):
+    elif isinstance(config, bool | str) or key == "stage":
         yield key, config
 
 

@@ -96,10 +96,9 @@ def _units(settings: Settings) -> Units | str:
 
 def _context(fields: Fields) -> Settings:
     """What `_units` and the formats read, of other bindings."""
-    return write_model(fields) | {
-        f"{CONFIG}model_type": fields["method"],
-        f"{CONFIG}{FSDP}": fields["sharding"] == "fsdp",
-    }
+    own = {"model_type": fields["method"], "optimizer": number_formats.word_of(fields)}
+    own[FSDP] = fields["sharding"] == "fsdp"
+    return write_model(fields) | {f"{CONFIG}{name}": value for name, value in own.items()}
 
 
 def _write_formats(fields: Fields) -> Settings:

@@ -148,6 +148,7 @@ def test_who_loads_what_fsdp_splits(by_one: bool, version: str, tmp_path: Path) 
         FULL | zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
         FULL | {"fsdp_enable": True, "fsdp_cpu_ram_efficient_loading": True},
         LORA | {"fsdp_enable": True, "fsdp_cpu_ram_efficient_loading": True, "fsdp_cpu_offload": True},
+        LORA | {"base_model_precision": "fp8wo-torchao", "quantize_via": "cpu"},  # adapters in fp32, by the optimizer
     ],
 )
 def test_what_is_written_is_read_as_it_was(config: dict[str, Any], tmp_path: Path) -> None:
