@@ -32,6 +32,7 @@ def split_weights(run: Run, settings: ZeroSettings, trained: Collection[str]) ->
         run.add(run.load, sum(frozen.values()), "weight", "frozen shares")
     if not offloaded:
         run.add(run.load, sum(of_trained.values()), "weight", "trained shares")
+        run.empty_cache.after_load = True  # `defragment` does, when all are split and before the engine's own buffers
     if world > 1 or offloaded:
         small = sum(count for count in run.elements.values() if count <= settings.persistent)
         run.add(run.load, HALF * small, "weight", "small weights")
