@@ -181,9 +181,9 @@ class PlanAnswer(_Shown, Plan):
         return self.estimate._short() if self.estimate else f"{self.job.model} {self.job.method}, not estimated"
 
 
-def _estimate_answer(found: Estimate, show: Callable[[Console], None] | None = None) -> EstimateAnswer:
+def _estimate_answer(estimate: Estimate, show: Callable[[Console], None] | None = None) -> EstimateAnswer:
     """The same estimate; `show` prints it."""
-    made = EstimateAnswer.model_construct(found.model_fields_set, **found.__dict__)
+    made = EstimateAnswer.model_construct(estimate.model_fields_set, **estimate.__dict__)
     made._show = show
     return made
 
@@ -203,14 +203,14 @@ def _plan_answer(
 class CheckedCommand(_Shown):
     """What another trainer's command needs, and what makes it fit."""
 
-    def __init__(self, found: Checked) -> None:
-        self.checked = found
+    def __init__(self, checked: Checked) -> None:
+        self.checked = checked
         """all of it: the case as it was read, with remarks on its flags"""
-        self.estimate = _estimate_answer(found.outcome.estimate)
+        self.estimate = _estimate_answer(checked.outcome.estimate)
         self.verdict = self.estimate.verdict
-        self.phase, self.moment = found.outcome.phase, found.outcome.moment
+        self.phase, self.moment = checked.outcome.phase, checked.outcome.moment
         """where that is decided"""
-        self.fixes, self.helps = found.fixes, found.helps
+        self.fixes, self.helps = checked.fixes, checked.helps
         """changes that make it fit, and those that help and are not enough"""
 
     def to_json(self) -> dict[str, Any]:

@@ -140,9 +140,9 @@ def answers(question: str, early: Callable[[str], object] = lambda answer: None)
         if not more:
             return
 
-    def tell(said: dict[str, Any]) -> None:
-        code = verdict_exit_code(said["plan"]["verdict"])
-        early(json.dumps({**_found(words, code, json.dumps(said), _suggested(asked, said)), "more": True}))
+    def tell(request: dict[str, Any]) -> None:
+        code = verdict_exit_code(request["plan"]["verdict"])
+        early(json.dumps({**_found(words, code, json.dumps(request), _suggested(asked, request)), "more": True}))
 
     yield json.dumps({**_answer(asked, words, tell), "more": False})
 
@@ -177,17 +177,17 @@ def _hours(whole: dict[str, Any]) -> tuple[str, str]:
     return what, f"{whole['steps']} steps: {' to '.join(hours)} hours (estimated)"
 
 
-def _suggested(asked: PageQuestion, said: dict[str, Any]) -> Shown:
-    plan = Estimate.read(said["plan"])
+def _suggested(asked: PageQuestion, request: dict[str, Any]) -> Shown:
+    plan = Estimate.read(request["plan"])
     shown = _judged(plan)
     shown["facts"].insert(0, ("Smallest plan found" if plan.verdict == "no" else "Switch on", ways(plan)))
     if plan.lossy:
         shown["facts"].append(("Gives up quality", _worded(plan.lossy)))
-    if whole := said.get("whole_job"):
+    if whole := request.get("whole_job"):
         shown["facts"].insert(1, _hours(whole))
     rows = [
         (_named(switch), f"{gib(switch['device_bytes']):+.2f}", f"{switch['step_seconds']:+.2f}")
-        for switch in said["switches"]
+        for switch in request["switches"]
         if switch["device_bytes"] or abs(switch["step_seconds"]) > 1e-9
     ]
     shown["table"] = {"head": ["What each option did", "GiB", "s/step"], "rows": rows} if rows else None
@@ -196,21 +196,21 @@ def _suggested(asked: PageQuestion, said: dict[str, Any]) -> Shown:
             "title": "This would fit" + (f" (gives up quality: {_worded(wish['lossy'])})" if wish["lossy"] else ""),
             "lines": [f"{_worded([wish['field']])} {wish['to']} instead of {wish['from']}"],
         }
-        for wish in (said["relax"] if plan.verdict == "no" else ())
+        for wish in (request["relax"] if plan.verdict == "no" else ())
     ]
-    shown["facts"] += _beyond(said)
+    shown["facts"] += _beyond(request)
     shown["copies"] = [] if plan.verdict == "no" else _to_copy(asked, plan, shown["notes"])
     return shown
 
 
-def _beyond(said: dict[str, Any]) -> list[tuple[str, str]]:
+def _beyond(request: dict[str, Any]) -> list[tuple[str, str]]:
     """Where no single change is enough: how far all together reach, and the card that the plan fits."""
     facts = []
-    if "least" in said:
-        least = Estimate.read(said["least"])
+    if "least" in request:
+        least = Estimate.read(request["least"])
         need = f"{VERDICTS[least.verdict][0]}, {gib(least.peak.device_bytes):.1f} GiB"
         facts.append(("All made smaller", f"{_job(least)}: {need}"))
-    if larger := said.get("larger_card"):
+    if larger := request.get("larger_card"):
         facts.append(("Large enough", f"a card of {larger['gpu']}"))
     return facts
 
@@ -229,19 +229,19 @@ def _to_copy(asked: PageQuestion, plan: Estimate, notes: list[str]) -> list[dict
     return [{"title": "Command", "text": made.start}, *files]
 
 
-def _checked(asked: PageQuestion, said: dict[str, Any]) -> Shown:
-    found = Estimate.read(said["estimate"])
+def _checked(asked: PageQuestion, request: dict[str, Any]) -> Shown:
+    found = Estimate.read(request["estimate"])
     shown = _judged(found)
     word = "Ends in" if found.verdict == "no" else "Decided in"
     shown["facts"] = [
-        ("Read as", f"a command or file of {said['trainer']}"),
-        (word, f"{said['phase']}: {said['moment']}"),
-        *([_hours(said["whole_job"])] if "whole_job" in said else []),
+        ("Read as", f"a command or file of {request['trainer']}"),
+        (word, f"{request['phase']}: {request['moment']}"),
+        *([_hours(request["whole_job"])] if "whole_job" in request else []),
         *(fact for fact in shown["facts"] if fact[0] != "Peak"),
     ]
-    enough = [("Smallest change" if at == 0 else "Or", fix) for at, fix in enumerate(said["fixes"][:MOST_FIXES])]
-    enough += [(f"{fix['cost'].capitalize()} fit", fix) for fix in said["smaller"]]
-    if found.verdict != "no" and not said["fixes"]:
+    enough = [("Smallest change" if at == 0 else "Or", fix) for at, fix in enumerate(request["fixes"][:MOST_FIXES])]
+    enough += [(f"{fix['cost'].capitalize()} fit", fix) for fix in request["smaller"]]
+    if found.verdict != "no" and not request["fixes"]:
         enough = []
     shown["changes"] = [
         {
@@ -252,14 +252,14 @@ def _checked(asked: PageQuestion, said: dict[str, Any]) -> Shown:
         }
         for title, fix in enough
     ]
-    if least := said["least"]:
+    if least := request["least"]:
         need = format_gib(Estimate.read(least["estimate"]).peak.device_bytes)
         shown["notes"].insert(0, f"no option of this trainer makes it fit; the least it reaches is {need}")
-    ways = said.get("not_priced", [])
+    ways = request.get("not_priced", [])
     shown["notes"] += [f"not priced, and may need less: {way['written']} ({way['why']})" for way in ways]
-    remarks = [("has no effect here", said["ineffective"]), ("no longer exists", said["gone"])]
+    remarks = [("has no effect here", request["ineffective"]), ("no longer exists", request["gone"])]
     shown["notes"] += [f"{what}: {each['flag']} ({each['why']})" for what, many in remarks for each in many]
-    shown["notes"] += [f"unknown option of this script: {flag}" for flag in said["unknown"]]
+    shown["notes"] += [f"unknown option of this script: {flag}" for flag in request["unknown"]]
     peaks = [(name, peak.allocated_bytes, peak.device_bytes) for name, peak in found.phases.items()]
     rows = [(name, f"{gib(allocated):.2f}", f"{gib(device):.2f}") for name, allocated, device in peaks]
     shown["table"] = {"head": ["Phase", "allocated GiB", "device GiB"], "rows": rows}
@@ -276,30 +276,33 @@ def _refused(error: dict[str, str]) -> Shown:
     return {"verdict": "error", "sentence": error["message"], "facts": [], "notes": notes}
 
 
-def _judged(found: Estimate) -> Shown:
+def _judged(estimate: Estimate) -> Shown:
     """The verdict as a sentence, the bar and the facts of an estimate."""
-    need, low, high, budget = map(gib, (found.peak.device_bytes, found.low_bytes, found.high_bytes, found.budget_bytes))
-    word = VERDICTS[found.verdict][0].capitalize()
-    why = " There is not enough host RAM." if found.limit == "host" else ""
-    card = card_lookup.parse_gpus(found.machine.gpu)[1]
+    need, low, high, budget = map(
+        gib, (estimate.peak.device_bytes, estimate.low_bytes, estimate.high_bytes, estimate.budget_bytes)
+    )
+    word = VERDICTS[estimate.verdict][0].capitalize()
+    why = " There is not enough host RAM." if estimate.limit == "host" else ""
+    card = card_lookup.parse_gpus(estimate.machine.gpu)[1]
     priced_as = card.title.partition(AS)[2]
-    usable = "" if found.machine.host_ram is None else f" of {format_gib(found.machine.host_ram)}"
+    usable = "" if estimate.machine.host_ram is None else f" of {format_gib(estimate.machine.host_ram)}"
     return {
-        "verdict": found.verdict,
+        "verdict": estimate.verdict,
         "sentence": f"{word}: needs {need:.1f} GiB ({low:.1f} to {high:.1f}) of {budget:.1f} GiB usable.{why}",
-        "job": f"{_job(found)}, on {card_words(found.machine, card)}" + (f" (as {priced_as})" if priced_as else ""),
+        "job": f"{_job(estimate)}, on {card_words(estimate.machine, card)}"
+        + (f" (as {priced_as})" if priced_as else ""),
         "bar": {"need": need, "low": low, "high": high, "budget": budget},
         "facts": [
-            ("Step", f"{format_seconds(found.step_seconds)} (estimated)"),
-            ("Host RAM", format_gib(found.host_ram_bytes) + usable),
-            ("Peak", f"{found.peak.phase}: {found.peak.moment}"),
+            ("Step", f"{format_seconds(estimate.step_seconds)} (estimated)"),
+            ("Host RAM", format_gib(estimate.host_ram_bytes) + usable),
+            ("Peak", f"{estimate.peak.phase}: {estimate.peak.moment}"),
         ],
-        "notes": [*found.assumptions, f"basis: {found.basis}"],
+        "notes": [*estimate.assumptions, f"basis: {estimate.basis}"],
     }
 
 
-def _job(found: Estimate) -> str:
-    job, model = found.job, lookup.model(found.job.model)
+def _job(estimate: Estimate) -> str:
+    job, model = estimate.job, lookup.model(estimate.job.model)
     return f"{model.title}, {job.trains}{job.adapter_size}, {in_words(model, job)}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -85,6 +86,9 @@ def json_object(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+_UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
 def read_text(path: Path, most: int = MAX_BYTES) -> str:
     """The text of a file of bounded size; one clear line for anything else."""
     name = quoted(str(path))
@@ -95,7 +99,9 @@ def read_text(path: Path, most: int = MAX_BYTES) -> str:
         if path.stat().st_size > most:
             size = path.stat().st_size / 1024
             raise VplanError(f"{name} has {size:,.0f} KiB", f"a script or config has {most // 1024} KiB at most")
-        return read_bytes(path, most).decode("utf-8-sig")
+        content = read_bytes(path, most)
+        # Windows PowerShell's `>` writes UTF-16 with its mark.
+        return content.decode("utf-16" if content.startswith(_UTF_16_MARKS) else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise VplanError(f"{name} is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
     except VplanError:

@@ -14,10 +14,10 @@ from planner.catalog.card_profiles import GpuProfile
 from planner.catalog.shapes import grid
 from planner.dialects.base import cli_words
 from planner.estimate import timeline as step_timeline
-from planner.estimate.estimate import after_step_bytes, assess, estimate, run_seconds
+from planner.estimate.estimate import assess, estimate, run_seconds
 from planner.estimate.step_moments import StepMoment, moments
 from planner.evidence import accuracy
-from planner.evidence.accuracy import Comparison, Prediction
+from planner.evidence.accuracy import Comparison, Prediction, estimated_after_step
 from planner.evidence.published import Row
 from planner.hardware.memory_trace import Overlay
 from planner.layout.recordings import Library, load_facts
@@ -307,7 +307,7 @@ class Builder:
         )
         proof = {entry.id for entry in self.plan.evidence}
         unproven = [row for row in self.rows if row.id not in proof]
-        return (*of_plan, *accuracy.compare(nearest(unproven, self.plan.job), _predict, _after_step))
+        return (*of_plan, *accuracy.compare(nearest(unproven, self.plan.job), _predict, estimated_after_step))
 
     def data(
         self, share: Callable[[Builder, PartDone], Parts] | None = None, progress: PartDone = lambda part: part
@@ -436,10 +436,6 @@ def runners_up(candidates: Sequence[QuickEstimate], plan: Plan, search: Search) 
 
 def _predict(configuration: Configuration, trainer: str) -> Prediction:
     return Prediction.of(estimate(configuration, load_facts(configuration), trainer))
-
-
-def _after_step(configuration: Configuration, trainer: str) -> int:
-    return after_step_bytes(configuration, load_facts(configuration), trainer)
 
 
 def environment(created: str) -> tuple[Fact, ...]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jinja2
 from markupsafe import Markup
@@ -143,7 +143,7 @@ def _environment() -> jinja2.Environment:
     environment.tests["effective"] = _did_something
     environment.globals |= {"cell_notes": _cell_notes, "is_first_of": _is_first_of}
     environment.globals |= {"front": _front, "ticks_gib": _ticks_gib, "used_parts": _parts_used, "is_own": _is_own}
-    environment.globals |= {"agreement": _agreement, "seconds_agreement": _seconds, "halves_words": halves}
+    environment.globals |= {"agreement": _agreement, "seconds_agreement": _seconds_agreement, "halves_words": halves}
     environment.filters |= {"moment": run_data.moment, "share": _per_cent, "place": _place}
     environment.globals |= {"memory_readings": run_data.memory_readings, "step_readings": run_data.step_readings}
     environment.globals |= {"phase_words": run_data.phase_words, "highest": run_data.highest, "bins": BINS}
@@ -373,19 +373,29 @@ def _is_own(cell: Cell, data: PlanData) -> bool:
     return cell.shape == (getattr(job, AXES[data.capacity.axis]), job.height, job.width)
 
 
-def _agreement(compared: Sequence[Comparison]) -> list[tuple[float, float, str, bool]]:
-    """(measured, predicted, id, held out) of the rows that have both, the measured one the nearest of its interval."""
+class AgreementPoint(NamedTuple):
+    """A point of a chart of predicted over measured: GiB, or seconds of a step."""
+
+    measured: float
+    predicted: float
+    row: str
+    """the row's id"""
+    held_out: bool
+
+
+def _agreement(compared: Sequence[Comparison]) -> list[AgreementPoint]:
+    """Memory of the rows that have both numbers, the measured one the lower bound of its interval."""
     return [
-        (entry.measured.low_gib, entry.predicted_gib, entry.row.id, entry.row.held_out)
+        AgreementPoint(entry.measured.low_gib, entry.predicted_gib, entry.row.id, entry.row.held_out)
         for entry in compared
         if entry.measured is not None and entry.predicted_gib is not None
     ]
 
 
-def _seconds(compared: Sequence[Comparison]) -> list[tuple[float, float, str, bool]]:
+def _seconds_agreement(compared: Sequence[Comparison]) -> list[AgreementPoint]:
     """The same of the seconds of a step, once a run."""
     return [
-        (entry.row.step_seconds, entry.predicted_seconds, entry.row.id, entry.row.held_out)
+        AgreementPoint(entry.row.step_seconds, entry.predicted_seconds, entry.row.id, entry.row.held_out)
         for entry in compared
         if entry.judges and entry.row.step_seconds and entry.predicted_seconds
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from planner.foreign.rehearsed_command import CheckedRehearsal
 from planner.rehearsal.answer import PHASES, RehearsalAnswer
@@ -13,6 +13,18 @@ from planner.units import format_gib, gib, plural
 from reports.data import Fact
 
 VERDICTS = {"fits": "fits", "tight": "is tight", "no": "does not fit"}
+
+
+class SourceLine(NamedTuple):
+    """A row of the table of lines that hold the memory."""
+
+    colour: str
+    """class of its bar"""
+    allocated_bytes: int
+    place: str
+    inner: str
+    """a library's line that most of it is of; empty where it is the line itself"""
+    code: str
 
 
 @dataclass(frozen=True)
@@ -64,13 +76,13 @@ class RehearsalPage:
         return self.answer.history.course if self.answer.history else None
 
     @property
-    def lines(self) -> tuple[tuple[str, int, str, str, str], ...]:
-        """(colour, bytes, line, a library's line that most of it is of, code), the largest first, the rest last."""
+    def lines(self) -> tuple[SourceLine, ...]:
+        """The lines that hold the memory, the largest first, the rest together last; those of nothing are left out."""
         live = self.answer.live
         if live is None:
             return ()
         rows = [
-            (
+            SourceLine(
                 "p-weights",
                 site.allocated_bytes,
                 site.frame.place,
@@ -80,10 +92,10 @@ class RehearsalPage:
             for site in live.largest
         ]
         backward = "gradients, and temporary tensors of the backward pass"
-        rows.append(("p-gradients", live.backward_bytes, "backward", "", backward))
-        rows.sort(key=lambda row: -row[1])
-        rows.append(("p-context", live.other_bytes, plural(live.other_lines, "other line"), "", ""))
-        return tuple(row for row in rows if row[1])
+        rows.append(SourceLine("p-gradients", live.backward_bytes, "backward", "", backward))
+        rows.sort(key=lambda row: -row.allocated_bytes)
+        rows.append(SourceLine("p-context", live.other_bytes, plural(live.other_lines, "other line"), "", ""))
+        return tuple(row for row in rows if row.allocated_bytes)
 
     @property
     def phases(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from planner.launch.launch import PREPARE_FOLDER, RUN_FOLDER, SAMPLES
 from planner.launch.run_history import RunHistory, SampleRound, read_facts
@@ -28,13 +28,23 @@ STATES = {
     "stopped": "Not running on this computer",
 }
 
+
+class CounterLine(NamedTuple):
+    """A line of the memory chart."""
+
+    counter: str
+    name: str
+    kind: str
+    """class of the line"""
+
+
 DEVICE_LINES = (
-    ("device_bytes", "device", "measured"),
-    ("reserved_bytes", "reserved", "reserved"),
-    ("allocated_bytes", "allocated", "allocated"),
+    CounterLine("device_bytes", "device", "measured"),
+    CounterLine("reserved_bytes", "reserved", "reserved"),
+    CounterLine("allocated_bytes", "allocated", "allocated"),
 )
-"""(counter, its name, class of its line), the highest first."""
-HOST_LINES = (("host_bytes", "host RAM", "measured"),)
+"""The highest first."""
+HOST_LINES = (CounterLine("host_bytes", "host RAM", "measured"),)
 
 
 @dataclass(frozen=True)
@@ -83,17 +93,17 @@ class RunPage:
         return f"Memory is outside the predicted range in {', '.join(beyond)}."
 
     @property
-    def lines(self) -> tuple[tuple[str, str, str], ...]:
+    def lines(self) -> tuple[CounterLine, ...]:
         """The lines of the memory chart: those of the GPU, else host RAM."""
         measured = [
-            line for line in DEVICE_LINES if any(entry.high[line[0]] is not None for entry in self.course.memory)
+            line for line in DEVICE_LINES if any(entry.high[line.counter] is not None for entry in self.course.memory)
         ]
         return tuple(measured) or HOST_LINES
 
     @property
     def highest_bytes(self) -> int:
         """The most that the memory chart shows."""
-        shown = [entry.high[counter] or 0 for entry in self.course.memory for counter, _, _ in self.lines]
+        shown = [entry.high[line.counter] or 0 for entry in self.course.memory for line in self.lines]
         predicted = [entry.predicted[1] for entry in self.course.memory if entry.predicted]
         return max([*shown, *predicted, self.budget_bytes], default=0)
 
@@ -170,8 +180,8 @@ def memory_readings(page: RunPage) -> list[str]:
     return [_memory_words(entry, page.lines) for entry in page.course.memory]
 
 
-def _memory_words(entry: MemoryBin, lines: tuple[tuple[str, str, str], ...]) -> str:
-    peaks = [(name, entry.high[counter]) for counter, name, _ in lines]
+def _memory_words(entry: MemoryBin, lines: tuple[CounterLine, ...]) -> str:
+    peaks = [(line.name, entry.high[line.counter]) for line in lines]
     words = [f"{name} {gib(value):.2f}" for name, value in peaks if value is not None]
     expected = f"; predicted {gib(entry.predicted[0]):.2f} to {gib(entry.predicted[1]):.2f}" if entry.predicted else ""
     return f"{format_seconds(entry.ended)}, {entry.phase}: {', '.join(words)} GiB{expected}"

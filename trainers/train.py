@@ -275,7 +275,7 @@ class TrainingRun:
             return self.experts
         source = weights.published(model_folder(root, profile, job), profile)
         model = step.build_model(profile, job, strategy, lora_alpha=alpha)
-        parallel.split(model, profile, job, strategy, self.device)
+        parallel.split(model, profile, job, strategy, self.device, self.drive)
         moving = swap.blocks_to_host(model, profile, strategy, self.device)
         waiting = placement.offloaded_shares(model, strategy)
         weights.load(model, source, self.device, self._begin("", model), trained, moving, waiting)

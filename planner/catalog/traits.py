@@ -146,6 +146,7 @@ TrainerTrait = Literal[
     "joint-tensor-kept",
     "fusion-checkpointed",
     "sampled-without-encoders",
+    "pipeline-kept",
     "text-encoders-trained",
     "loaded-as-trained",
     "loaded-as-published",
@@ -178,7 +179,7 @@ prompts-unpadded: they are as long as the longest of a batch, where diffusers fi
 makes a mask over all pairs of tokens for every head. masks-one-sample: prompts are padded and masked where there is one
 sample too. joint-tensor-kept: of a block that gives text and image as parts of one tensor, only the image is offloaded.
 fusion-checkpointed: blocks that fuse a prompt's states before the model's own, too.
-text-encoders-trained: always, beside the model.
+text-encoders-trained: always, beside the model. pipeline-kept: the text encoders of the first samples stay on the GPU.
 text-encoder-read: into host RAM whole, not mapped.
 encoders-wait: in host RAM, from when their outputs are cached until training begins.
 encoder-head-untied: its text encoder's, once it is quantised.

@@ -10,6 +10,7 @@ import errno
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -106,6 +107,8 @@ class Verbs(click.Group):
         """Runs one command line; returns the exit code, or ends the process with it in click's standalone mode.
         ``early``: as for `TypedCommand`."""
         words = list(sys.argv[1:] if args is None else args)
+        if words[:1] == ["help"]:  # as git and others have it
+            words = [*words[1:2], "--help"]
         try:
             if sys.stdout is None:  # `>&-`
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -152,9 +155,22 @@ def as_ours(error: click.ClickException) -> VplanError:
         close = likely_options(error.option_name, known)
         fix = f"did you mean {' or '.join(close)}? ({see})" if close else see
         return VplanError(f"no such option {error.option_name}", fix, USAGE)
+    if extra := re.fullmatch(r"got unexpected extra argument \((.+)\)", message):
+        return VplanError(message, f"did you mean --gpu {extra[1]}? ({see})" if _is_card(extra[1]) else see, USAGE)
     if isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter):
         return VplanError(message, see)
     return VplanError(message, see, USAGE)
+
+
+def _is_card(word: str) -> bool:
+    """Whether a word can only be a card, or several."""
+    from planner.catalog.card_lookup import parse_gpus  # other commands start without what cards are
+
+    try:
+        parse_gpus(word)
+    except VplanError:
+        return False
+    return True
 
 
 def _report(error: VplanError, words: list[str]) -> int:

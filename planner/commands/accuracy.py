@@ -16,13 +16,13 @@ from planner.commands._shared.verb import Verb, examples, json_option, report_op
 from planner.errors import VplanError
 from planner.evidence import published_rehearsals
 from planner.evidence.accuracy import (
-    AfterStep,
     Comparison,
     Predict,
     Prediction,
     answer,
     by_grid,
     compare,
+    estimated_after_step,
     only,
     summary,
 )
@@ -112,7 +112,7 @@ def command(
             return None
         from planner.commands._shared.accuracy.published_seconds import compare_seconds
 
-        compare_seconds(text, _estimator({})[0], as_json)
+        compare_seconds(text, _predictor({}), as_json)
         return None
     if history is not None:
         from planner.commands._shared.accuracy.allocator_diff import differences
@@ -134,15 +134,15 @@ def _compare_memory(
     rows += _published(files or [*published_files(), *shipped_own(), *shipped_rehearsals()], allocator)
     if text is not None:
         rows = only(rows, text)
-    predict, after_step = _estimator(_cards(own) if calibrated else {})
+    predict = _predictor(_cards(own) if calibrated else {})
     with click.progressbar(rows, label="estimating", file=sys.stderr, hidden=not sys.stderr.isatty()) as progress:
-        compared = compare(progress, predict, after_step)
-    rehearsed = [entry for entry in compared if entry.row.taken == "rehearsed"]
+        compared = compare(progress, predict, estimated_after_step)
+    rehearsed = [entry for entry in compared if entry.row.origin == "rehearsed"]
     peaks = published_rehearsals.rehearsed_peaks()
     compared = [
-        replace(entry, rehearsed_gib=peaks.get(entry.row.id) if entry.row.taken == "published" else None)
+        replace(entry, rehearsed_gib=peaks.get(entry.row.id) if entry.row.origin == "published" else None)
         for entry in compared
-        if entry.row.taken != "rehearsed"
+        if entry.row.origin != "rehearsed"
     ]
     found = answer(compared)
     found["published_rehearsals"] = published_rehearsals.summary(compared)
@@ -220,17 +220,14 @@ def _cards(own: Sequence[ProbeRow]) -> dict[str, GpuProfile]:
     return found
 
 
-def _estimator(cards: Mapping[str, GpuProfile]) -> tuple[Predict, AfterStep]:
+def _predictor(cards: Mapping[str, GpuProfile]) -> Predict:
     """The real estimator, imported only when there is something to compare. `cards`: calibrated cards, which replace
     the listed ones."""
-    from planner.estimate.estimate import after_step_bytes, estimate_on_card
+    from planner.estimate.estimate import estimate_on_card
     from planner.layout.recordings import load_facts
 
     def predict(configuration: Configuration, trainer: str) -> Prediction:
         card = cards.get(configuration.machine.gpu) if trainer == "vplan" else None
         return Prediction.of(estimate_on_card(configuration, load_facts(configuration, gpu=card), trainer))
 
-    def after_step(configuration: Configuration, trainer: str) -> int:
-        return after_step_bytes(configuration, load_facts(configuration), trainer)
-
-    return predict, after_step
+    return predict

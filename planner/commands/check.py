@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from planner import dialects
+from planner.catalog import card_lookup
 from planner.catalog.shapes import in_words
 from planner.commands import USAGE
 from planner.commands._shared.data_options import asked_steps, whole_job_of
@@ -72,7 +73,11 @@ TOLD = ("model", "frames", "height", "width", "text_tokens")
 MOST_NAMED = 3
 """Most files of a folder that an error names."""
 
-FILES = (".sh", ".bash", ".txt", ".toml", ".yaml", ".yml", ".json", ".py")
+SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm", ".bat", ".cmd", ".ps1", ".ipynb", ".txt", ".md")
+
+FILES = (*SCRIPTS, ".toml", ".yaml", ".yml", ".json", ".py")
+
+ON_WINDOWS = "taken for Windows, by its paths or its shell (else --os linux or wsl); a desktop needs --reserve 1GiB"
 
 READ_WITH = tuple(ending for ending in FILES if ending != ".py")
 """File endings whose values may name further files; a Python file is followed by arguments instead."""
@@ -151,7 +156,7 @@ def _whole_job(found: Checked, typed: int | None, prices: tuple[str, ...]) -> Wh
     """The whole job of a run that fits: with the typed number of steps, else the command's."""
     case, estimate = found.case, found.outcome.estimate
     has_hours = case.job.method != "sample" and estimate.timed
-    steps = case.dialect.optimizer_steps(case.given.settings) if has_hours else None
+    steps = case.dialect.optimizer_steps(case.invocation.settings) if has_hours else None
     return whole_job_of(asked_steps(typed or steps, prices), estimate, case.trainer)
 
 
@@ -159,14 +164,28 @@ def checked(said: Mapping[str, Any]) -> Checked:
     """The answer for a command or file on a card, by the options."""
     script = _script(said["words"], said["path"])
     if not said.get("gpu"):
-        raise VplanError("no card given", "pass --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)", USAGE)
+        raise VplanError("no card given", _card_fix(script), USAGE)
     dialect, given = dialects.read_script(script)
     _refuse_unnamed(script)
     told = {name: said[name] for name in TOLD}
     machine = {name: value for name, value in said.items() if name in Machine.model_fields}
+    if script.windows and not machine.get("os"):
+        machine["os"] = "windows"
+        given = replace(given, notes=(ON_WINDOWS, *given.notes))
     search = not said["no_fixes"]
     found = check_case(read_case(dialect, given, told, machine), search)
     return with_other_ways(found) if search else found
+
+
+def _card_fix(script: Script) -> str:
+    """How to give a card: the one that the job asks Slurm for, where it says which."""
+    if not (asked := script.slurm_gpus):
+        return "pass --gpu 80GB, or rtx4090, 4xh100, ... (`vplan gpus` lists them)"
+    try:
+        card_lookup.parse_gpus(asked)
+    except VplanError as error:
+        return f"pass --gpu; the job asks Slurm for {asked}: {error.fix}"
+    return f"pass --gpu {asked}, which the job asks Slurm for"
 
 
 def _log(words: tuple[str, ...], path: str | None) -> str | None:
@@ -242,9 +261,9 @@ def print_checked(console: Console, found: Checked, whole: WholeJob | None = Non
         console.print("as read:", markup=False)
     for note in found.assumptions:
         print_lines(console, wrapped(f"  {note}", console.width, "  "), "dim")
-    _print_remarks(console, "no longer exists", case.given.removed)
+    _print_remarks(console, "no longer exists", case.invocation.removed)
     _print_remarks(console, "has no effect here", found.ineffective)
-    unknown = [name for name in case.given.unknown if name not in {each.flag for each in refused}]
+    unknown = [name for name in case.invocation.unknown if name not in {each.flag for each in refused}]
     if unknown:
         console.print(f"unknown option of this script: {', '.join(unknown)}", style="yellow", markup=False)
     console.print()

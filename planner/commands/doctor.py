@@ -39,15 +39,15 @@ INDENT = " " * 10
 """Before what continues a line: as wide as the names."""
 
 
-def _render(console: Console, facts: JsonObject, found: list[Finding]) -> None:
+def _render(console: Console, facts: JsonObject, findings: list[Finding]) -> None:
     for name, value in _lines(facts):
         first, *more = wrapped(value, console.width - len(INDENT))
         print_lines(console, [f"{name:<9} {first}", *(f"{INDENT}{line}" for line in more)])
     console.print("")
-    for finding in found:
+    for finding in findings:
         print_lines(console, wrapped(f"{finding.level}: {finding.what}", console.width, "  "), STYLES[finding.level])
         print_lines(console, wrapped(f"  fix: {finding.fix}", console.width, " " * 4))
-    if not found:
+    if not findings:
         console.print("nothing wrong or missing for training", style="bold green")
 
 

@@ -149,9 +149,10 @@ class Tools:
         if word.lower().endswith(CONFIGS) and (self.folder / word).exists():
             self._inside(word)
 
-    def _ask(self, verb: str, words: list[str], told: str = "") -> Answer:
-        """The JSON object that a command prints, shortened if it is long. ``told``: the command's stdin."""
-        text = self._run([verb, "--json", *words], told)
+    def _ask(self, verb: str, words: list[str], stdin: str = "") -> Answer:
+        """The JSON object that a command prints, shortened if it is long. ``stdin``: what the command
+        reads there."""
+        text = self._run([verb, "--json", *words], stdin)
         found: Answer = json.loads(text)
         if "error" in found and isinstance(found["error"], dict) and "fix" in found["error"]:
             raise VplanError(found["error"]["message"], found["error"]["fix"])
@@ -161,14 +162,14 @@ class Tools:
             raise VplanError("the answer is too long", "ask about one model on one card")
         return found
 
-    def _run(self, words: list[str], told: str = "") -> str:
+    def _run(self, words: list[str], stdin: str = "") -> str:
         """Runs one of our command lines and returns its stdout. Raises a VplanError if it prints nothing or takes too
         long."""
         try:
             done = subprocess.run(
                 vplan.command(*words),
                 cwd=self.folder,
-                input=told.encode("utf-8", "replace"),
+                input=stdin.encode("utf-8", "replace"),
                 capture_output=True,
                 timeout=SECONDS,
                 check=False,

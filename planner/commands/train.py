@@ -186,7 +186,7 @@ def command(asked: TypedQuestion, data: str, output: str, as_json: bool, **said:
 
 
 def _with_shapes(
-    asked: TypedQuestion, data: Path, place: Path, said: Mapping[str, Any]
+    asked: TypedQuestion, data: Path, place: Path, options: Mapping[str, Any]
 ) -> tuple[TypedQuestion, Mapping[Bucket, int]]:
     """The question with the shapes of `--buckets auto`: those of the kept plan of an earlier call, which the data had
     then, else those of the data now, with the number of samples of each."""
@@ -196,7 +196,7 @@ def _with_shapes(
         raise VplanError(fault, "write their shapes: --buckets FxHxW,...")
     if asked.wants_shapes and asked.plan is None and kept.is_file():
         return asked.with_shapes(read_plan(kept).job.buckets), {}
-    return with_proposed_shapes(asked, {**said, "data": str(data)})
+    return with_proposed_shapes(asked, {**options, "data": str(data)})
 
 
 def _check_data(model: ModelProfile, data: Path) -> None:

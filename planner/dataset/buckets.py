@@ -97,11 +97,20 @@ def model_fps(profile: ModelProfile) -> Fraction | None:
     return Fraction(rate)
 
 
-def assign(
-    clips: Iterable[Clip], profile: ModelProfile, job: Job, source: DataSource
-) -> tuple[tuple[Sample, ...], list[Fault], tuple[str, ...]]:
-    """(samples in the order of a source's clips, clips that fit no shape, notes for the user). Raises a VplanError for
-    a resolution that the plan does not have, or a way to choose frames that the model cannot use."""
+class Assignment(NamedTuple):
+    """A source's clips, cut to the shapes of a plan."""
+
+    samples: tuple[Sample, ...]
+    """in the order of the clips"""
+    unfit: list[Fault]
+    """clips that fit no shape"""
+    notes: tuple[str, ...]
+    """for the user"""
+
+
+def assign(clips: Iterable[Clip], profile: ModelProfile, job: Job, source: DataSource) -> Assignment:
+    """Cuts each of a source's clips to the shapes of the plan that suit it best. Raises a VplanError for a resolution
+    that the plan does not have, or a way to choose frames that the model cannot use."""
     rate = model_fps(profile) if source.fps is None else Fraction(source.fps).limit_denominator(1001)
     if profile.shape.window and source.frames in ("even", "random"):
         fault = f"{profile.title} trains on all of a clip, window by window, not on {source.frames} frames"
@@ -135,7 +144,8 @@ def assign(
             continue
         samples += made
     fix = _shorter_shapes(lengths, profile, job)
-    return tuple(samples), [fault._replace(fix=fix) for fault in unfit], _notes(samples, rate, source)
+    faults = [fault._replace(fix=fix) for fault in unfit]
+    return Assignment(tuple(samples), faults, _notes(samples, rate, source))
 
 
 def _shorter_shapes(lengths: set[int], profile: ModelProfile, job: Job) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -93,20 +94,33 @@ def _table(folder: Folder, source: DataSource) -> str | None:
 def _from_texts(folder: Folder, names: Sequence[str], tell: Callable[[int], None]) -> Captions:
     """Reads captions from the `.txt` files beside the clips."""
     found = Captions({}, {}, [])
+    other_place = _other_place(folder)
     for number, name in enumerate(names):
         tell(number)
         caption_file = f"{os.path.splitext(name)[0]}.txt"
         try:
             folder.inside(name)
             if not os.path.lexists(f"{folder.root}/{caption_file}"):
-                fault = Fault(printable(name), "caption missing: no .txt of its name", ONE_FOR_ALL)
+                fault = Fault(printable(name), "caption missing: no .txt of its name", other_place or ONE_FOR_ALL)
                 found.faults.append(fault)
                 continue
             found.texts[name] = _text_of(folder.inside(caption_file))
         except UnusableError as error:
             found.faults.append(Fault(printable(name), str(error)))
-    stems = {os.path.splitext(name)[0] for name in names}
+    stems = {os.path.splitext(name)[0] for name in (*names, *folder.unread)}
     return found._replace(unused=[text for text in folder.texts if text.removesuffix(".txt") not in stems])
+
+
+def _other_place(folder: Folder) -> str:
+    """How to make the captions read that the folder's only table may hold, under a name that is not looked for; else
+    empty."""
+    tables = sorted(name for name in os.listdir(folder.root) if name.lower().endswith((".csv", ".jsonl", ".json")))
+    if len(tables) != 1:
+        return ""
+    name = printable(tables[0])
+    if name.endswith(".json"):
+        return f"if {name} has the captions, write them as metadata.jsonl: a line each, with file_name and text"
+    return f'if {name} has the captions, name it metadata{Path(name).suffix}, or captions = "{name}" in a dataset.toml'
 
 
 def _text_of(file: Path) -> str:
@@ -170,7 +184,11 @@ def _rows(table: Path, column: str) -> Iterator[tuple[int, object]]:
     try:
         with table.open(encoding="utf-8-sig", newline="" if table.suffix == ".csv" else "\n") as lines:
             if table.suffix == ".csv":
-                reader = csv.DictReader(_short_lines(lines, table.name))
+                rows = _short_lines(lines, table.name)
+                first = next(rows, "")
+                # Where the comma is the decimal mark, spreadsheets write semicolons.
+                mark = next((mark for mark in ";\t" if "file_name" in first.split(mark)), ",")
+                reader = csv.DictReader(itertools.chain([first], rows), delimiter=mark)
                 missing = {"file_name", column} - set(reader.fieldnames or ())
                 if missing:
                     fix = (

@@ -13,6 +13,12 @@ from planner.dataset import clips
 from planner.dataset.clips import UnusableError
 from planner.errors import VplanError, quoted
 
+UNREAD = (
+    *(".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".psd"),
+    *(".3gp", ".mts", ".m2ts", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv"),
+)
+"""Endings of images and videos that are not read."""
+
 
 class Folder:
     """An existing folder. Raises a VplanError for one that does not exist or cannot be read."""
@@ -27,13 +33,15 @@ class Folder:
         """subfolder -> real path, a cache: most files share a folder with many others"""
         self.texts: list[str] = []
         """paths of the `.txt` files that `media` found"""
+        self.unread: list[str] = []
+        """paths of the videos and images that it found and that are of a type which is not read"""
         self.links_outside: list[str] = []
         """paths of folders that it skipped because they are links to folders elsewhere"""
 
     def media(self) -> Iterator[str]:
         """Yields paths relative to the folder, with forward slashes, of files named like videos or images. Hidden ones
         are skipped."""
-        self.texts, self.links_outside = [], []
+        self.texts, self.unread, self.links_outside = [], [], []
 
         def refuse(error: OSError) -> None:
             raise error
@@ -51,6 +59,8 @@ class Folder:
                         yield opening + name
                     elif name.endswith(".txt"):
                         self.texts.append(opening + name)
+                    elif name.lower().endswith(UNREAD):
+                        self.unread.append(opening + name)
         except OSError as error:
             raise _unreadable(self.root, error) from None
 

@@ -31,7 +31,10 @@ from planner.units import plural
 __all__ = ["Clip", "Dataset", "Fault", "Sample", "Scan", "read", "scan"]
 
 MAX_NAMED = 5
-"""The most faults that a message names; the rest is only counted."""
+"""The most kinds of faults that a message names; the rest is only counted."""
+
+MOST_OF_A_KIND = 3
+"""The most files that it names for one kind."""
 
 AT_ONCE = 256
 """Files handed to the threads at a time; those that wait take memory."""
@@ -50,6 +53,8 @@ class Scan(NamedTuple):
     faults: tuple[Fault, ...]
     unused: tuple[str, ...] = ()
     """`.txt` files without a clip of the same name"""
+    unread: tuple[str, ...] = ()
+    """videos and images of a type that is not read"""
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,15 @@ def in_buckets(
     samples: list[Sample] = []
     faults: list[Fault] = []
     notes: list[str] = []
-    for source, found in scans:
-        made, unfit, words = assign(found.clips, profile, job, source)
+    for source, scan in scans:
+        assigned = assign(scan.clips, profile, job, source)
         opening = f"{Path(source.folder).name}/" if len(scans) > 1 else ""
-        samples += [sample._replace(clip=sample.clip._replace(name=opening + sample.clip.name)) for sample in made]
-        faults += [fault._replace(name=opening + fault.name) for fault in sorted((*found.faults, *unfit))]
-        notes += [f"{opening} {note}".lstrip() for note in (*words, *_unused(found.unused))]
+        samples += [
+            sample._replace(clip=sample.clip._replace(name=opening + sample.clip.name)) for sample in assigned.samples
+        ]
+        faults += [fault._replace(name=opening + fault.name) for fault in sorted((*scan.faults, *assigned.unfit))]
+        also = (*assigned.notes, *_unused(scan.unused), *_unread(scan.unread))
+        notes += [f"{opening} {note}".lstrip() for note in also]
     if faults and not (skip_bad and samples):
         raise refused(faults, len(samples) + len(faults))
     return Dataset(tuple(samples), tuple(faults), tuple(notes))
@@ -114,6 +122,13 @@ def _unused(texts: Sequence[str]) -> Iterator[str]:
     if texts:
         some = ", ".join(map(printable, texts[:MAX_NAMED])) + (", and others" if len(texts) > MAX_NAMED else "")
         yield f"without a video or image of their name: {plural(len(texts), 'caption')} ({some})"
+
+
+def _unread(names: Sequence[str]) -> Iterator[str]:
+    """A note about videos and images of a type that is not read, as phones and cameras write them."""
+    if names:
+        some = ", ".join(map(printable, names[:MAX_NAMED])) + (", and others" if len(names) > MAX_NAMED else "")
+        yield f"left out, as their type is not read: {plural(len(names), 'file')} ({some}); convert them to mp4 or jpg"
 
 
 def _with_companions(folder_scan: Scan, profile: ModelProfile, job: Job) -> Scan:
@@ -146,12 +161,26 @@ def _with_sound(folder_scan: Scan, profile: ModelProfile) -> Scan:
 
 def refused(faults: list[Fault], total: int) -> VplanError:
     """A VplanError, returned, that names the first faults and counts the others. ``total``: number of all samples."""
-    first_faults = "; ".join(map(str, faults[:MAX_NAMED]))
-    more = f"; and {len(faults) - MAX_NAMED} more" if len(faults) > MAX_NAMED else ""
+    named, rest = by_kind(faults)
+    first_faults = "; ".join(named)
+    more = f"; and {rest} more" if rest else ""
     ways = [*dict.fromkeys(fault.fix for fault in faults if fault.fix), "correct or remove them"]
     ways += ["leave them out with --skip-bad"] if len(faults) < total else []
     fix = ", or ".join(ways)
     return VplanError(f"{len(faults)} of {total} samples cannot be used: {first_faults}{more}", fix)
+
+
+def by_kind(faults: Sequence[Fault]) -> tuple[list[str], int]:
+    """The faults in words, one text for each of the first kinds of them; and how many are of other kinds. A folder of
+    phone clips has many files of few kinds: without captions, or broken."""
+    kinds: dict[str, list[str]] = {}
+    for fault in faults:
+        kinds.setdefault(fault.reason, []).append(fault.name)
+    named = []
+    for reason, names in list(kinds.items())[:MAX_NAMED]:
+        more = f" and {len(names) - MOST_OF_A_KIND} more" if len(names) > MOST_OF_A_KIND else ""
+        named.append(f"{', '.join(names[:MOST_OF_A_KIND])}{more}: {reason}")
+    return named, sum(map(len, list(kinds.values())[MAX_NAMED:]))
 
 
 def scan(source: DataSource, *, captioned: bool = True, tell: Callable[..., None] = _silent) -> Scan:
@@ -172,6 +201,8 @@ def scan(source: DataSource, *, captioned: bool = True, tell: Callable[..., None
     if not names and not captions.texts and not captions.faults:
         suffixes = ", ".join((*clips.VIDEOS, *clips.IMAGES))
         fault = f"there are no videos or images in {source.folder}"
+        if folder.unread:
+            fault += f" that are read, only {printable(folder.unread[0])} and its like"
         raise VplanError(fault, f"put some there ({suffixes}), with captions")
     faults = captions.faults
     usable: list[Clip] = []
@@ -185,7 +216,7 @@ def scan(source: DataSource, *, captioned: bool = True, tell: Callable[..., None
                     usable.append(look)
                 else:
                     faults.append(look)
-    return Scan(tuple(usable), tuple(sorted(faults)), tuple(captions.unused))
+    return Scan(tuple(usable), tuple(sorted(faults)), tuple(captions.unused), tuple(folder.unread))
 
 
 class _Progress:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from planner.catalog.shapes import grid, grids
-from planner.estimate import cache_flushes, fragmentation, host_ram, working_set
+from planner.estimate import cache_flushes, fragmentation, host_ram, pinned_ram, working_set
 from planner.estimate.assumptions import assumptions_of, splitting_note
 from planner.estimate.peak_moment import breakdown_at, describe_moment, peak_stage
 from planner.estimate.roofline import step_seconds
@@ -211,7 +211,8 @@ def estimate_run(run: Run, played: list[ReplayedStage]) -> Estimate:
     incomplete = any(not each.elsewhere for each in unrecorded)
     slowest, (usual, longest) = _slowest(run, played)
     flops = total_flops(step_work(slowest), strategy)
-    words = (*correction.words, *splitting, *assumptions_of(run, played, unrecorded))
+    words = (*correction.words, *splitting, *pinned_ram.wsl_doubts(machine, ram.pinned_bytes))
+    words = (*words, *assumptions_of(run, played, unrecorded))
     verdict, limit = _verdict(run, peak.device_bytes, ram.nbytes, sides)
     low, high = margin.interval(peak.device_bytes, strategy.compile != "none", sides)
     unproved = Estimate(

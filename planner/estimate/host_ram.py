@@ -322,12 +322,15 @@ def _loading(run: Run) -> int:
     """Bytes in host RAM while weights are loaded.
 
     Our trainer reads them one by one from mapped files (trainers/step/placement.py ``materialise``), so this is the
-    largest weight in the GPU's format. Others may load the whole model first (``HostTerms.loaded_bytes``).
+    largest weight in the GPU's format. Others may load the whole model first (``HostTerms.loaded_bytes``). Stage 3
+    copies a rank's trained shares to host RAM, to put them into one buffer on the GPU (runtime/zero/utils.py
+    ``defragment``).
     """
     if (loaded := _loaded_bytes(run)) is not None:
         return loaded
     if run.strategy.sharding in SPLIT and run.elements:  # whole, before it is split
-        return 2 * max(run.elements.values())
+        moved = run.strategy.sharding == "zero-3" and run.strategy.offload_params == "none"
+        return HALF * max(*run.elements.values(), sum(nvme.trained_shares(run)) if moved else 0)
     return run.summed(_largest_weight)
 
 

@@ -72,17 +72,9 @@ def replay_stages(
     """
     first = runs[0]
     allocator = allocator_of(first, capacity_bytes)
-    stages = [(run, phase, stage) for run in runs for phase, stage in run.stages]
-    later = [(run, phase, stage) for run in runs for phase, stage in _steady_step(run)]
-    if first.samples_only:
-        later = [(run, phase, stage) for run in runs for phase, stage in _sampled_again(run)]
-    if len(runs) > 1:
-        stages = [entry for entry in stages if entry[0] is first] + later + later
-    if capacity_bytes is not None:
-        after = next((at for at, entry in enumerate(stages) if entry[1] == "optimizer"), len(stages) - 1) + 1
-        stages[after:after] = later * (CAPPED_STEPS - 1)
+    stages = _stages_in_order(runs, steps=1 if capacity_bytes is None else CAPPED_STEPS)
     played: list[ReplayedStage] = []
-    flat: dict[int, list[int]] = {}
+    ops_of_stage: dict[int, list[int]] = {}  # a step that is repeated is flattened once
     numbers = {id(run): common_numbers(first, run) for run in runs}
     with without_garbage_collection():
         for run in runs if cached else ():
@@ -100,9 +92,9 @@ def replay_stages(
                 made = range(len(run.sizes), len(run.sizes) + len(spare))
                 allocator.run([*made, *(~number for number in made)], [*run.sizes, *spare])
                 spare = ()
-            if id(stage) not in flat:
-                flat[id(stage)] = stage.ops
-            ops = flat[id(stage)]
+            if id(stage) not in ops_of_stage:
+                ops_of_stage[id(stage)] = stage.ops
+            ops = ops_of_stage[id(stage)]
             common = numbers[id(run)]
             before = common.own(allocator.live)
             replayed = allocator.run(common.events(ops), common.sizes, common.streams)
@@ -112,6 +104,20 @@ def replay_stages(
             if around or run.empties_cache_after(phase, stage, validates=after_it == "denoise"):
                 allocator.empty_cache()
     return played
+
+
+def _stages_in_order(runs: Sequence[Run], steps: int) -> list[tuple[Run, PhaseName, Stage]]:
+    """What is replayed: all of the first run, and of several the steps of each in turn, twice. ``steps``: of each
+    shape after its first."""
+    first = runs[0]
+    stages = [(run, phase, stage) for run in runs for phase, stage in run.stages]
+    again = _sampled_again if first.samples_only else _steady_step
+    later = [(run, phase, stage) for run in runs for phase, stage in again(run)]
+    if len(runs) > 1:
+        stages = [entry for entry in stages if entry[0] is first] + later + later
+    after = next((at for at, entry in enumerate(stages) if entry[1] == "optimizer"), len(stages) - 1) + 1
+    stages[after:after] = later * (steps - 1)
+    return stages
 
 
 def reused_replay(run: Run, earlier: Sequence[ReplayedStage], cached: bool = True) -> list[ReplayedStage]:

@@ -135,7 +135,7 @@ def whole_job(
     configuration, machine = estimate.configuration, estimate.machine
     job = configuration.job
     runs = {shape: layout(configuration, facts, grid(facts.model, job, shape), trainer) for shape in job.shapes}
-    shares, steps, epochs = _shares(configuration, length)
+    steps, epochs, shares = _step_count(configuration, length)
     per_step = _step(estimate, runs, shares)
     training, watts = JobPart(steps, per_step.times(steps)), machine.world * facts.gpu.power_watts
     if trainer != "vplan":  # encoding, sampling and saving of other trainers are not timed
@@ -164,14 +164,22 @@ def _times(steps: int, every: int) -> int:
     return -(-steps // every)
 
 
-def _shares(configuration: Configuration, length: JobLength) -> tuple[dict[Bucket, float] | None, int, float | None]:
-    """(share of the micro-batches by shape, steps, epochs), as `trainers.data.sampler` draws them; shares and epochs
-    are None if the data is unknown."""
+class _StepCount(NamedTuple):
+    """How long a job trains; shares and epochs are None if the data is unknown."""
+
+    steps: int
+    epochs: float | None
+    shares: dict[Bucket, float] | None
+    """of the micro-batches, by shape"""
+
+
+def _step_count(configuration: Configuration, length: JobLength) -> _StepCount:
+    """The optimizer steps of a job and what they are of, as `trainers.data.sampler` draws its samples."""
     strategy = configuration.strategy
     ranks = configuration.machine.world // strategy.context_parallel
     if length.data is None:
         assert length.steps is not None
-        return None, length.steps, None
+        return _StepCount(length.steps, None, None)
     counts = {shape: found.draws / _micro_batch(shape, found) for shape, found in length.data.items()}
     steps_per_epoch = sum(counts.values()) / (ranks * strategy.gradient_accumulation)
     if length.steps is not None:
@@ -179,12 +187,12 @@ def _shares(configuration: Configuration, length: JobLength) -> tuple[dict[Bucke
     else:
         assert length.epochs is not None
         steps, epochs = max(1, math.ceil(length.epochs * steps_per_epoch)), length.epochs
-    return {shape: count / sum(counts.values()) for shape, count in counts.items()}, steps, epochs
+    return _StepCount(steps, epochs, {shape: count / sum(counts.values()) for shape, count in counts.items()})
 
 
-def _micro_batch(shape: Bucket, found: ShapeCount) -> int:
+def _micro_batch(shape: Bucket, count: ShapeCount) -> int:
     """Samples in a micro-batch. No sample appears twice in one, so it is smaller for a shape with fewer samples."""
-    return min(shape.batch_size or 1, max(1, found.draws // found.most))
+    return min(shape.batch_size or 1, max(1, count.draws // count.most))
 
 
 def _step(estimate: Estimate, runs: Mapping[Bucket, Run], shares: Mapping[Bucket, float] | None) -> Span:

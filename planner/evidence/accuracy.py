@@ -93,6 +93,14 @@ AfterStep = Callable[[Configuration, str], int]
 """Bytes that stay allocated after a step of the named trainer."""
 
 
+def estimated_after_step(configuration: Configuration, trainer: str) -> int:
+    """The estimator's `AfterStep`, imported only when there is something to compare."""
+    from planner.estimate.estimate import after_step_bytes
+    from planner.layout.recordings import load_facts
+
+    return after_step_bytes(configuration, load_facts(configuration), trainer)
+
+
 class PredictedRange(NamedTuple):
     """A predicted number in GiB: three equal values, except for the counter `unknown`."""
 

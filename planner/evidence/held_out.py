@@ -45,12 +45,12 @@ def halves(compared: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
     Kinds without rows are left out.
     """
     by_half: dict[str, dict[str, Any]] = {}
-    for taken in ("measured", "simulated"):
-        own = [entry for entry in compared if entry.row.taken == taken and entry.unsupported is None]
+    for origin in ("measured", "simulated"):
+        own = [entry for entry in compared if entry.row.origin == origin and entry.unsupported is None]
         if own:
             parts = {"held_out": [entry for entry in own if entry.row.held_out]}
             parts |= {"other": [entry for entry in own if not entry.row.held_out], "all": own}
-            by_half[taken] = {name: _half(entries) for name, entries in parts.items()}
+            by_half[origin] = {name: _half(entries) for name, entries in parts.items()}
     return by_half
 
 

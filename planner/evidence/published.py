@@ -89,7 +89,7 @@ DEFAULTS = (
 """Documented defaults that differ from our trainer's, or might in future; each is taken from the source it names."""
 
 
-TAKEN_BY: Mapping[str, Literal["measured", "rehearsed"]] = {"real": "measured", REHEARSED: "rehearsed"}
+ORIGIN_BY_RUNNER: Mapping[str, Literal["measured", "rehearsed"]] = {"real": "measured", REHEARSED: "rehearsed"}
 """Runner of one of our rows -> how it was taken; with any other runner it is simulated."""
 
 SHORT_RUNS = (("cogvideox-factory", "metrics.sh"),)
@@ -176,7 +176,7 @@ class Row:
     """the phases that one of our probes went through"""
     version: str = ""
     """of the implementation, if its publisher gives one"""
-    taken: Literal["published", "measured", "rehearsed", "simulated"] = "published"
+    origin: Literal["published", "measured", "rehearsed", "simulated"] = "published"
     """by others; by our own trainer on a GPU or a virtual GPU; or on a simulated machine"""
     grid: str | None = None
     """the grid that it belongs to"""
@@ -308,7 +308,7 @@ def _row(data: Mapping[str, Any], where: str, expandable_segments: bool | None) 
         unsupported=unsupported,
         phases=frozenset() if published else _phases(line),
         version=_version(line.source),
-        taken="published" if published else TAKEN_BY.get(line.runner, "simulated"),
+        origin="published" if published else ORIGIN_BY_RUNNER.get(line.runner, "simulated"),
         grid=line.grid,
         held_out=line.grid is not None and in_held_out_half(line.id),
         step_seconds=None if published else line.measured.get("step_seconds"),
@@ -380,21 +380,28 @@ def fill_defaults(implementation: str, job: dict[str, Any], strategy: dict[str, 
         strategy.setdefault("compute_dtype", computed.pop())
 
 
-def _published(measured: Mapping[str, Any], where: str) -> tuple[str, Counter, tuple[Interval, ...]]:
+class _Measured(NamedTuple):
+    """What a row says was measured."""
+
+    outcome: str
+    counter: Counter
+    intervals: tuple[Interval, ...]
+    """empty where only the outcome counts"""
+
+
+def _published(measured: Mapping[str, Any], where: str) -> _Measured:
+    """Somebody else's row. Raises a VplanError for bounds that are no interval."""
     measurement = _Published.read(measured, f"{where}: measured")
     if measurement.outcome != "measured":
-        return measurement.outcome, measurement.counter, ()
+        return _Measured(measurement.outcome, measurement.counter, ())
     if measurement.low_gib is None or measurement.high_gib is None or measurement.low_gib > measurement.high_gib:
         fault = f"low_gib {measurement.low_gib} and high_gib {measurement.high_gib} are not an interval"
         raise VplanError(f"{where}: measured {fault}", "write the smaller one as low_gib, the larger as high_gib")
-    return (
-        measurement.outcome,
-        measurement.counter,
-        (Interval(measurement.counter, measurement.low_gib, measurement.high_gib),),
-    )
+    interval = Interval(measurement.counter, measurement.low_gib, measurement.high_gib)
+    return _Measured(measurement.outcome, measurement.counter, (interval,))
 
 
-def _own(measured: Mapping[str, Any], where: str) -> tuple[str, Counter, tuple[Interval, ...]]:
+def _own(measured: Mapping[str, Any], where: str) -> _Measured:
     """A probe's outcome and counters. A run that ended early saw only part of its peak, so only its outcome counts."""
     measurement = Measured.read(measured, f"{where}: measured")
     seen: dict[Counter, int | None] = {
@@ -403,4 +410,4 @@ def _own(measured: Mapping[str, Any], where: str) -> tuple[str, Counter, tuple[I
         "device": measurement.device_bytes,
     }
     exact = [Interval(counter, gib(size), gib(size)) for counter, size in seen.items() if size]
-    return measurement.outcome, "device", tuple(exact) if measurement.outcome in RAN else ()
+    return _Measured(measurement.outcome, "device", tuple(exact) if measurement.outcome in RAN else ())

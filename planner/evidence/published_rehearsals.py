@@ -59,7 +59,7 @@ def summary(compared: Sequence[Comparison]) -> dict[str, Any]:
     rehearsed = [(entry, entry.rehearsed_gib) for entry in compared if entry.rehearsed_gib is not None]
     predicted = [(entry.predicted.of_rehearsal / gib - 1) * 100 for entry, gib in rehearsed if entry.predicted]
     printed = [(entry.measured.low_gib / gib - 1) * 100 for entry, gib in rehearsed if entry.measured is not None]
-    published = {entry.row.id for entry in compared if entry.row.taken == "published" and entry.measured is not None}
+    published = {entry.row.id for entry in compared if entry.row.origin == "published" and entry.measured is not None}
     left = [(each.why, sorted(published.intersection(each.rows))) for each in reasons()] if published else []
     return {
         "n": len(rehearsed),

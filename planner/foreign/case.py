@@ -41,8 +41,8 @@ class Case:
     """A foreign trainer's command on a machine, translated into job, strategy and machine."""
 
     dialect: Dialect
-    given: Invocation
-    reading: Translation
+    invocation: Invocation
+    translation: Translation
     job: Job
     strategy: Strategy
     machine: Machine
@@ -60,7 +60,7 @@ class Case:
     @property
     def refused(self) -> tuple[Remark, ...]:
         """The settings for which the run ends before its first step."""
-        return (*self.given.refused, *self.reading.refused)
+        return (*self.invocation.refused, *self.translation.refused)
 
     @property
     def unpriced(self) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def cost_words(costs: Costs, several: bool) -> str:
 def move_words(case: Case, other: Case, move: Move) -> Iterator[str]:
     """One entry: what the move's own bindings write anew, and what goes with it."""
     if move.words_for is not None:
-        settings = move.words_for(case.given.settings)
+        settings = move.words_for(case.invocation.settings)
     elif move.words_after is not None:
         settings = move.words_after(other.fields)
     else:
@@ -88,9 +88,9 @@ def changed_words(case: Case, after: Fields, fields: frozenset[str]) -> Iterator
         if isinstance(binding, Value) and binding.setting in old and binding.setting not in new:
             new[binding.setting] = binding.write(after[binding.field])  # the trainer's default, where another is typed
     typed = {
-        name: _typed(_where(name, case.given.settings), value, case.dialect.assigns)
+        name: _typed(_where(name, case.invocation.settings), value, case.dialect.assigns)
         for name, value in new.items()
-        if old.get(name) != value and case.given.settings.get(_where(name, case.given.settings)) != value
+        if old.get(name) != value and case.invocation.settings.get(_where(name, case.invocation.settings)) != value
     }
     launcher = [words for name, words in typed.items() if name.startswith("launch:")]
     if launcher:
@@ -104,7 +104,7 @@ def _in_place(case: Case, binding: Binding, after: Fields) -> Settings | None:
     """What a binding changes of what can be said in several places at once, each where it is; None of any other."""
     if not isinstance(binding, FunctionPair) or binding.changed is None:
         return None
-    return binding.changed(case.given.settings, case.fields, after)
+    return binding.changed(case.invocation.settings, case.fields, after)
 
 
 FILES = ("config", "dataset")

@@ -63,7 +63,7 @@ class Checked:
         if "fits" in verdicts or not self.searched:
             return ()
         case, phase = self.case, self.outcome.phase
-        return tuple(other_ways(case.dialect.name, case.given.settings, phase, case.machine.world))
+        return tuple(other_ways(case.dialect.name, case.invocation.settings, phase, case.machine.world))
 
     def to_json(self) -> dict[str, Any]:
         """The answer as `vplan check --json` prints it."""
@@ -79,8 +79,8 @@ class Checked:
             "phase": self.outcome.phase,
             "moment": self.outcome.moment,
             "ineffective": [each._asdict() for each in self.ineffective],
-            "gone": [each._asdict() for each in case.given.removed],
-            "unknown": list(case.given.unknown),
+            "gone": [each._asdict() for each in case.invocation.removed],
+            "unknown": list(case.invocation.unknown),
             "refused": [each._asdict() for each in case.refused],
             "fixes": [_fix_json(fix) for fix in self.fixes],
             "least": _fix_json(self.least) if self.least else None,
@@ -109,7 +109,7 @@ def check_case(case: Case, search: bool = True) -> Checked:
     except NotRecordedError as error:
         raise _in_its_words(case, error, pricing) from None
     if outcome.estimate.verdict == "fits" or not search:
-        return Checked(case, outcome, (), case.reading.ineffective, (), search, _today(case, outcome))
+        return Checked(case, outcome, (), case.translation.ineffective, (), search, _today(case, outcome))
     fixes, helps = smallest_changes(case, outcome, pricing)
     least, together = None, None
     if not any(fix.outcome.estimate.verdict == "fits" for fix in fixes):
@@ -126,7 +126,7 @@ def check_case(case: Case, search: bool = True) -> Checked:
     unrecorded = tuple(together.unrecorded()) if together else ()
     today = _today(fixes[0].case if fixes else case, outcome)
     return Checked(
-        case, outcome, fixes, case.reading.ineffective, helps, search, today, least, unrecorded, together=together
+        case, outcome, fixes, case.translation.ineffective, helps, search, today, least, unrecorded, together=together
     )
 
 

@@ -306,15 +306,26 @@ def _directory_key(table: Mapping[str, Any]) -> str:
     return keys[0]
 
 
-def _musubi_tables(config: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[int], int, int]]:
-    """Each data set, with its lengths, height and width."""
+class _MusubiTable(NamedTuple):
+    """One data set of musubi-tuner's file."""
+
+    table: dict[str, Any]
+    lengths: list[int]
+    """in frames"""
+    height: int
+    """in pixels, as the width"""
+    width: int
+
+
+def _musubi_tables(config: dict[str, Any]) -> Iterator[_MusubiTable]:
+    """Each data set with what is made of its clips. Raises a VplanError for one that is not of videos or images."""
     for table in config.get("datasets") or []:
         size = as_list(table.get("resolution") or config.get("general", {}).get("resolution") or [960, 544])
         clips = _directory_key(table) == "video_directory"
         lengths = [int(length) for length in as_list(table.get("target_frames") or [1])] if clips else [1]
         bucketed = clips or bool(table.get("enable_bucket", config.get("general", {}).get("enable_bucket")))
         width, height = bucket_of(int(size[0]), int(size[-1]), bucketed)
-        yield table, lengths, height, width
+        yield _MusubiTable(table, lengths, height, width)
 
 
 # ---- sd-scripts, diffusion-pipe, ai-toolkit

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner import dialects
 from planner.catalog import card_lookup, lookup
@@ -230,9 +230,17 @@ def _headed(path: str, text: str, carried: dict[str, tuple[str, ...]]) -> str:
 # ---- other trainers
 
 
-def able(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(exact, nearest): the targets that can write a plan as it is, and those that can write one near it. Whether it
-    fits as they train it is not asked."""
+class Writers(NamedTuple):
+    """The targets that can write a plan. Whether it fits as they train it is not asked."""
+
+    exact: tuple[str, ...]
+    """as it is"""
+    nearest: tuple[str, ...]
+    """one near it"""
+
+
+def writers_of(plan: Plan) -> Writers:
+    """The targets that can write a plan as it is, and those that can write one near it."""
     exact: list[str] = []
     near: list[str] = []
     for name in export_targets():
@@ -248,12 +256,12 @@ def able(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
                 with contextlib.suppress(VplanError):
                     _nearest(dialect, plan, {})
                     near.append(name)
-    return tuple(exact), tuple(near)
+    return Writers(tuple(exact), tuple(near))
 
 
 def _elsewhere(plan: Plan, unsupported: tuple[UnsupportedValue, ...]) -> str:
     """What to do where a trainer does not train this model by this method: another method, or another trainer."""
-    exact, near = able(plan)
+    exact, near = writers_of(plan)
     fix = f"--to {', '.join(exact)} can write this plan"
     fix += f"; --to {', '.join(near)} one near it (--nearest)" if near else ""
     if all(each.field == "method" and each.instead for each in unsupported):

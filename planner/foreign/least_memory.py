@@ -145,14 +145,14 @@ class LeastMemory:
             else:
                 found, padded = self._with(found, self.moves), True
 
-    def _with(self, found: Together, moves: Sequence[Move]) -> Together:
+    def _with(self, together: Together, moves: Sequence[Move]) -> Together:
         """With those of the moves that can be made beside it and take nothing more, in turn."""
         for move in moves:
-            changes = None if move in found.moves else self._furthest(found.changes, move)
+            changes = None if move in together.moves else self._furthest(together.changes, move)
             device_bytes = None if changes is None else self._device_bytes(changes)
-            if changes is not None and device_bytes is not None and device_bytes <= found.device_bytes:
-                found = Together((*found.moves, move), changes, device_bytes)
-        return found
+            if changes is not None and device_bytes is not None and device_bytes <= together.device_bytes:
+                together = Together((*together.moves, move), changes, device_bytes)
+        return together
 
     def _lean(self, full: Together) -> Together:
         """Without what saves nothing there, the dearest out first."""

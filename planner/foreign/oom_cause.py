@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.estimate.peak_moment import describe_moment
@@ -60,12 +60,13 @@ class Explanation:
 def asked_for(message: OomMessage, played: Sequence[ReplayedStage], most: int = 3) -> tuple[MatchingTensor, ...]:
     """The tensors of a job that may have asked, the likeliest first: printed alike, at about as much allocated."""
     requests: dict[tuple[str, str, str, int], list[int]] = {}
-    for entry, at, buffer, allocated in _requests(message.requested_text, played):
-        here = entry._replace(replayed=entry.replayed._replace(allocated_peak_at=at))
-        moment = describe_moment(here, entry.run.strategy)
-        program = entry.run.program
-        tensor = f"{program.category[buffer]} ({program.op[buffer]})"
-        requests.setdefault((entry.phase, moment, tensor, entry.run.sizes[buffer]), []).append(allocated)
+    for request in _requests(message.requested_text, played):
+        stage, run, buffer = request.stage, request.stage.run, request.buffer
+        here = stage._replace(replayed=stage.replayed._replace(allocated_peak_at=request.at))
+        moment = describe_moment(here, run.strategy)
+        tensor = f"{run.program.category[buffer]} ({run.program.op[buffer]})"
+        asker = stage.phase, moment, tensor, run.sizes[buffer]
+        requests.setdefault(asker, []).append(request.allocated_before_bytes)
     known = message.allocated_bytes
     ranked = []
     for (phase, moment, tensor, nbytes), before in requests.items():
@@ -75,8 +76,18 @@ def asked_for(message: OomMessage, played: Sequence[ReplayedStage], most: int = 
     return tuple(ranked[:most])
 
 
-def _requests(printed: str, played: Sequence[ReplayedStage]) -> Iterator[tuple[ReplayedStage, int, int, int]]:
-    """Every allocation that would be printed so: stage, index of its event, buffer, bytes allocated before it."""
+class _Request(NamedTuple):
+    """An allocation that the message may be about."""
+
+    stage: ReplayedStage
+    at: int
+    """index of its event in the stage"""
+    buffer: int
+    allocated_before_bytes: int
+
+
+def _requests(printed: str, played: Sequence[ReplayedStage]) -> Iterator[_Request]:
+    """Every allocation whose size a message would print so."""
     shown: dict[int, bool] = {}
     allocated = 0
     for entry in played:
@@ -92,7 +103,7 @@ def _requests(printed: str, played: Sequence[ReplayedStage]) -> Iterator[tuple[R
             if nbytes not in shown:
                 shown[nbytes] = nbytes > 0 and format_size(allocation_bytes(nbytes)) == printed
             if shown[nbytes]:
-                yield entry, at, event, before
+                yield _Request(entry, at, event, before)
             before += rounded
         allocated = allocated if alone else before
 
@@ -197,6 +208,8 @@ def _cause(message: OomMessage) -> tuple[Cause, str]:
     ):
         who = "other processes held" if listed else "neither PyTorch nor the driver's free memory accounts for"
         return "others", f"{who} {format_gib(others)} of the card"
+    if held is None and message.allocated_bytes is None:
+        return "unknown", f"{format_gib(room)} were free, and the message ends before it says what held the rest"
     if gaps + room >= wanted and gaps >= GAPS_SHARE * share:
         why = f"PyTorch held {format_gib(gaps)} that no tensor used, in blocks too small for {message.requested_text}"
         enough = "" if gaps >= wanted else f"; together with the {format_gib(room)} free it would have been enough"
@@ -288,11 +301,14 @@ def render(explanation: Explanation) -> list[str]:
     card = "" if message.gpu is None else f"GPU {message.gpu}: "
     what = f"{message.requested_text} could not be allocated" if message.requested_text else _without_size(message.form)
     lines = [f"{card}{what}."]
+    others = message.others_bytes
+    if message.in_use_bytes is not None and _others(message)[0] >= CONTEXT_BYTES:
+        others = _others(message)[0]
     parts = (
         ("capacity", message.capacity_bytes),
         ("in tensors", message.allocated_bytes),
         ("reserved, unused", message.unallocated_bytes),
-        ("other processes", message.others_bytes or None),
+        ("other processes", others or None),
         ("free", message.free_bytes),
     )
     lines += [f"  {name:<24}{format_gib(nbytes):>12}" for name, nbytes in parts if nbytes is not None]

@@ -234,9 +234,9 @@ def _traceback(text: str) -> tuple[str, str]:
     frames = list(_FRAME.finditer(text[-100_000:]))
     frame = hint = ""
     for position, match in enumerate(reversed(frames)):
-        path, line, function = match.groups()
-        if not frame and "site-packages/torch/" not in path:
-            tail = "/".join(path.replace("\\", "/").split("/")[-2:])
+        path, line, function = match[1].replace("\\", "/"), match[2], match[3]
+        if not frame and "-packages/torch/" not in path:  # dist-packages on Debian's own Python
+            tail = "/".join(path.split("/")[-2:])
             frame = f"{tail}:{line} in {function}"
         after = frames[len(frames) - position].start() if position else len(text)
         words = f"{path} in {function} {text[match.end() : after][:200]}".lower()

@@ -20,19 +20,19 @@ from planner.spec.plan import Estimate
 from planner.units import GIB
 
 
-def with_other_ways(found: Checked) -> Checked:
+def with_other_ways(checked: Checked) -> Checked:
     """The answer with what is left to do where no option is enough."""
-    if found.fixes or found.outcome.estimate.verdict == "fits":
-        return found
-    smaller = tuple(shapes(found.together)) if found.together else ()
-    larger, ram = larger_card(found), more_ram(found)
-    return replace(found, smaller=smaller, larger_card=larger, more_ram=ram, as_lora=as_lora(found))
+    if checked.fixes or checked.outcome.estimate.verdict == "fits":
+        return checked
+    smaller = tuple(shapes(checked.together)) if checked.together else ()
+    larger, ram = larger_card(checked), more_ram(checked)
+    return replace(checked, smaller=smaller, larger_card=larger, more_ram=ram, as_lora=as_lora(checked))
 
 
-def as_lora(found: Checked) -> tuple[str, Estimate] | None:
+def as_lora(checked: Checked) -> tuple[str, Estimate] | None:
     """A LoRA of the same model at the same size that fits the card, by the same trainer, else by ours; with the words
     that ask for it. None of what is one already, or where none fits."""
-    case, job = found.case, found.case.job
+    case, job = checked.case, checked.case.job
     if job.method != "full" or job.buckets or case.machine.world > 1:
         return None
     wanted = Job(model=job.model, method="lora", frames=job.frames, height=job.height, width=job.width)
@@ -57,28 +57,28 @@ def _fitting(question: Question) -> Estimate | None:
     return found.plan if found else None
 
 
-def more_ram(found: Checked) -> int | None:
+def more_ram(checked: Checked) -> int | None:
     """The host RAM, bytes, in whole GiB, with which the command fits as it is; None where that is not what is short."""
-    estimate = found.outcome.estimate
+    estimate = checked.outcome.estimate
     if estimate.limit != "host":
         return None
     needed = -(-estimate.host_ram_bytes // GIB) * GIB
-    case = replace(found.case, machine=found.case.machine.replace(host_ram=needed))
+    case = replace(checked.case, machine=checked.case.machine.replace(host_ram=needed))
     return needed if Pricing(case).outcome(case).estimate.verdict == "fits" else None
 
 
-def larger_card(found: Checked) -> CheckedEstimate | None:
+def larger_card(checked: Checked) -> CheckedEstimate | None:
     """The command as it is on the smallest class of card that it fits; None where the card is not what is short, or it
     fits none."""
-    estimate = found.outcome.estimate
-    if estimate.limit != "gpu" or found.case.gpu.unified:
+    estimate = checked.outcome.estimate
+    if estimate.limit != "gpu" or checked.case.gpu.unified:
         return None
-    read = found.together.pricing if found.together else None
+    read = checked.together.pricing if checked.together else None
     for group in card_lookup.gpu_classes():
         card = card_lookup.gpu(group.name)
         if card.unified or card.allocatable_bytes <= estimate.budget_bytes:
             continue
-        case = replace(found.case, gpu=card, machine=found.case.machine.replace(gpu=group.name, unified=False))
+        case = replace(checked.case, gpu=card, machine=checked.case.machine.replace(gpu=group.name, unified=False))
         pricing = Pricing(case, read)
         if pricing.may_be("fits", case) and (outcome := pricing.outcome(case)).estimate.verdict == "fits":
             return outcome

@@ -186,7 +186,7 @@ class ThreadScore:
             "reported_step_seconds": thread.step_seconds,
             "completed": sorted(thread.completed),
             "refused": self.refused or None,
-            "unknown": list(checked.case.given.unknown) if checked else [],
+            "unknown": list(checked.case.invocation.unknown) if checked else [],
             "verdict": self.verdict or None,
             "limit": checked.outcome.estimate.limit if checked else None,
             "phase": checked.outcome.phase if checked else None,

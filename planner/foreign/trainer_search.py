@@ -16,7 +16,6 @@ from planner.dialects.base.launchers import ON_HOST
 from planner.errors import VplanError
 from planner.foreign.export import (
     SLURM,
-    able,
     check_target,
     fields_of,
     flags_of,
@@ -24,6 +23,7 @@ from planner.foreign.export import (
     nearest_plan,
     priced,
     settings_and_fields,
+    writers_of,
 )
 from planner.foreign.trainer_policy import OURS, PRECISION, TrainerPolicy, plan_for, typed
 from planner.layout.experts import expert_assumption
@@ -74,19 +74,19 @@ def suggest_for(question: Question, name: str, prefer: str = "speed") -> tuple[Q
     return asked, _with_fewer_bits(found, dialect)
 
 
-def _with_fewer_bits(found: Suggestion, dialect: Dialect) -> Suggestion:
+def _with_fewer_bits(suggestion: Suggestion, dialect: Dialect) -> Suggestion:
     """The answer with the first format of fewer bits that fits, where the trainer has one that no plan can say."""
-    plan = found.plan
+    plan = suggestion.plan
     if plan.strategy.weights(plan.job.method) != "fp8":
-        return found
+        return suggestion
     for version, words in dialect.fewer_bits.items():
         fewer = priced(Plan.of(plan), f"{dialect.name}@{version}")
         if fewer is None or fewer.verdict == "no":
             continue
         told = f"as {dialect.title} trains with {words} it takes {format_gib(fewer.peak.device_bytes)}"
         told += " (lossy): no plan says that, `vplan check` prices a config that does"
-        return found._replace(plan=plan.replace(assumptions=(*plan.assumptions, told)))
-    return found
+        return suggestion._replace(plan=plan.replace(assumptions=(*plan.assumptions, told)))
+    return suggestion
 
 
 def fitting_for(question: Question, name: str) -> Estimate | None:
@@ -178,16 +178,16 @@ def _fitting(question: Question, dialect: Dialect) -> Estimate | None:
     return None if plan.verdict == "no" else plan
 
 
-def _needs_less(other: Estimate, found: Estimate) -> bool:
+def _needs_less(other: Estimate, estimate: Estimate) -> bool:
     """Whether one of two plans that do not fit is called the smaller: host RAM is a limit like the card's memory, and
     what is rounded once more must be worth it (`planner.search.cost.WORTH_LOSS`)."""
-    lacks_ram = [plan.host_ram_bytes > (plan.machine.host_ram or math.inf) for plan in (other, found)]
+    lacks_ram = [plan.host_ram_bytes > (plan.machine.host_ram or math.inf) for plan in (other, estimate)]
     if lacks_ram[0] != lacks_ram[1]:
         return lacks_ram[1]
-    if lacks_ram[0] and other.host_ram_bytes > found.host_ram_bytes:
+    if lacks_ram[0] and other.host_ram_bytes > estimate.host_ram_bytes:
         return False
-    worth = WORTH_LOSS if set(other.lossy) - set(found.lossy) else 1.0
-    return other.peak.device_bytes * worth < found.peak.device_bytes
+    worth = WORTH_LOSS if set(other.lossy) - set(estimate.lossy) else 1.0
+    return other.peak.device_bytes * worth < estimate.peak.device_bytes
 
 
 QUANTISED = ("fp8", "int8", "nf4")
@@ -222,21 +222,23 @@ def _suggester(policy: TrainerPolicy, prefer: str) -> Suggester:
     return Suggester(policy.dialect.name, prefer, with_measurements)
 
 
-def _exportable(found: Suggestion, dialect: Dialect) -> Suggestion:
+def _exportable(suggestion: Suggestion, dialect: Dialect) -> Suggestion:
     """The suggestion with a plan that its export takes. One that runs only because PyTorch empties its cache is `no`,
     and for one that swaps a number of blocks as the trainer cannot, the nearest plan stands that it can do."""
-    plans = (found.plan, *found.alternatives)
-    for plan in () if found.plan.verdict == "no" else plans:
+    plans = (suggestion.plan, *suggestion.alternatives)
+    for plan in () if suggestion.plan.verdict == "no" else plans:
         asked = Plan.of(plan, trainer=dialect.name)
         said = _said(dialect, asked)
         sure = priced(said, dialect.name)
-        if plan is found.plan:
+        if plan is suggestion.plan:
             least = sure
         if said is not asked and sure is not None and sure.verdict != "no":
-            return found._replace(plan=sure.replace(assumptions=plan.assumptions), switches=())
+            return suggestion._replace(plan=sure.replace(assumptions=plan.assumptions), switches=())
         if said is asked and (sure is None or sure.verdict != "no"):
-            return found if plan is found.plan else found._replace(plan=plan, switches=())
-    return found if found.plan.verdict == "no" or least is None else found._replace(plan=least, relaxed=())
+            return suggestion if plan is suggestion.plan else suggestion._replace(plan=plan, switches=())
+    return (
+        suggestion if suggestion.plan.verdict == "no" or least is None else suggestion._replace(plan=least, relaxed=())
+    )
 
 
 def _said(dialect: Dialect, plan: Plan) -> Plan:
@@ -317,7 +319,7 @@ def _check_possible(question: Question, dialect: Dialect, error: InexpressibleEr
     """A VplanError where the trainer does not train the model, or not by this method."""
     for each in error.values:
         if each.field in ("model", "method"):
-            exact, near = able(plan_for(question, question.job, question.strategy))
+            exact, near = writers_of(plan_for(question, question.job, question.strategy))
             others = [name for name in (*exact, *near) if name not in NO_TRAINERS]
             fix = f"`vplan suggest {question.job.model} --gpu {question.machine.gpu}` plans for vplan's own trainer"
             fix += f"; --for {', '.join(others)} for others that do" if others else ""

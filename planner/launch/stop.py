@@ -65,7 +65,7 @@ def first_interrupt_stops(output: Path) -> Iterator[None]:
     def ask(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, before)
         (output / STOP_REQUEST).touch()
-        echo("\nstopping with a checkpoint after this step; Ctrl-C again ends at once, without one", err=True)
+        echo("\nstopping after this step, with a checkpoint; Ctrl-C again ends without one", err=True)
 
     signal.signal(signal.SIGINT, ask)
     try:

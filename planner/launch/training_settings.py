@@ -225,7 +225,7 @@ def has_guidance(profile: ModelProfile) -> bool:
 
 def _of_law(settings: TrainingSettings, profile: ModelProfile) -> Iterator[tuple[str, str]]:
     law, title = _law(settings, profile), profile.title
-    kind, weighting, is_flow = law.timestep_sampling, law.loss_weighting, profile.training.objective == "flow"
+    weighting, is_flow = law.loss_weighting, profile.training.objective == "flow"
     if settings.prediction is not None and not takes_prediction(profile):
         yield (
             f"--prediction: {title} always predicts {profile.training.objective}",
@@ -236,21 +236,31 @@ def _of_law(settings: TrainingSettings, profile: ModelProfile) -> Iterator[tuple
     if settings.caption_dropout and profile.inputs.get("sound"):
         yield f"--caption-dropout: {title} has no captions", "leave it out"
     if not is_flow:
-        for name in ("timestep_sampling", "timestep_shift", "logit_mean", "logit_std", "mode_scale"):
-            if getattr(settings, name) not in (None, "uniform"):
-                flag = f"--{name.replace('_', '-')}"
-                yield f"{flag}: {title} trains all steps of its noise schedule alike", f"leave out {flag}"
-        if weighting not in ("none", "min_snr"):
-            yield f"--loss-weighting {weighting} is for flow models, and {title} is none", "use min_snr or none"
-        if weighting == "min_snr" and law.snr_gamma is None:
-            yield "--loss-weighting min_snr has no gamma", "add --snr-gamma 5"
+        yield from _of_noise_schedule(settings, law, title)
     elif weighting == "min_snr":
         fix = "use bell, cosmap, sigma_sqrt or none"
         yield f"min_snr weights the steps of a noise schedule, and {title} is a flow model", fix
     if settings.snr_gamma is not None and weighting != "min_snr":
         yield f"--snr-gamma has no effect with --loss-weighting {weighting}", "leave one of them out"
-    if not is_flow:
-        return
+    if is_flow:
+        yield from _of_noise_levels(settings, law, profile)
+
+
+def _of_noise_schedule(settings: TrainingSettings, law: Training, title: str) -> Iterator[tuple[str, str]]:
+    """Of a model that is trained on the steps of a noise schedule."""
+    for name in ("timestep_sampling", "timestep_shift", "logit_mean", "logit_std", "mode_scale"):
+        if getattr(settings, name) not in (None, "uniform"):
+            flag = f"--{name.replace('_', '-')}"
+            yield f"{flag}: {title} trains all steps of its noise schedule alike", f"leave out {flag}"
+    if law.loss_weighting not in ("none", "min_snr"):
+        yield f"--loss-weighting {law.loss_weighting} is for flow models, and {title} is none", "use min_snr or none"
+    if law.loss_weighting == "min_snr" and law.snr_gamma is None:
+        yield "--loss-weighting min_snr has no gamma", "add --snr-gamma 5"
+
+
+def _of_noise_levels(settings: TrainingSettings, law: Training, profile: ModelProfile) -> Iterator[tuple[str, str]]:
+    """Of a flow model: how its noise levels are drawn."""
+    kind = law.timestep_sampling
     of_kind = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
     for name, needed in of_kind.items():
         if getattr(settings, name) is not None and kind != needed:

@@ -158,12 +158,12 @@ def _student(freedom: int) -> float:
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
-def fit(seen: Sequence[MeasuredRun], where: str, what: str = "the model") -> Correction:
+def fit(runs: Sequence[MeasuredRun], where: str, what: str = "the model") -> Correction:
     """The correction that fits some runs of one model on one class of card, named ``where``; ``what`` was run."""
     import statistics  # slow to import, and without measurements nobody asks
 
-    finished = [run for run in seen if run.ran]
-    ran_out = [run for run in seen if run.measured.outcome == "oom"]
+    finished = [run for run in runs if run.ran]
+    ran_out = [run for run in runs if run.measured.outcome == "oom"]
     kept = len(finished) ** -0.5 if finished else 1.0
     reserved = statistics.median([PRIOR_RATIO, *(run.share for run in finished)]) if finished else 1.0
     own = [run.beside_bytes for run in finished if run.own_card]
@@ -173,7 +173,7 @@ def fit(seen: Sequence[MeasuredRun], where: str, what: str = "the model") -> Cor
     lowest, highest = min([0.0, *errors]), max([0.0, *errors])
     below, above = margin.RECORDED
     if finished:  # what was seen is within, and no more than the recordings' own margin is added to it
-        below, above = (max(seen, min(error_bound(errors), seen + HALF_WIDTH)) for seen in (-lowest, highest))
+        below, above = (max(off, min(error_bound(errors), off + HALF_WIDTH)) for off in (-lowest, highest))
     # One that ran out needed more than it could have: that is all it says.
     needed = ((run.budget_bytes + SEGMENT_BYTES) / _expected(run, correction).device_bytes for run in ran_out)
     short = max(needed, default=0.0) - 1

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from planner.allocator.caching import BLOCK_ROUND_BYTES
 from planner.layout.run import Run
 from planner.layout.sharding.stage_editor import StageEditor, spans
-from planner.tape.program import Block, Stage
+from planner.tape.program import Block, Stage, frees
 from planner.units import power_of_two
 
 Groups = Mapping[Block | None, Mapping[str, int]]
@@ -52,7 +52,7 @@ class GroupTransfers(NamedTuple):
             held = [inside[None].pop(name) for name in own]  # the model's own, while its children run
             editor.before(0, held)
             self._by_leaf(editor, blocks, inside, last)
-            editor.after(last, [~buffer for buffer in held])
+            editor.after(last, frees(held))
         editor.insert("group offload")
 
     def _by_block(
@@ -64,8 +64,8 @@ class GroupTransfers(NamedTuple):
         for index, (group, first, end) in enumerate(groups):
             fetched = groups[index + 1][0] if self.stream and index + 1 < len(groups) else []
             editor.before(first, fetched if self.stream else group)
-            editor.after(end, [~buffer for buffer in group])
-        editor.after(last, [~buffer for buffer in rest])
+            editor.after(end, frees(group))
+        editor.after(last, frees(rest))
 
     def _by_leaf(self, editor: StageEditor, blocks: Mapping[Block, tuple[int, int]], inside: Groups, last: int) -> None:
         """Which layer runs when inside a part is not on a tape: the largest counts throughout."""

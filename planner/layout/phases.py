@@ -30,7 +30,7 @@ from planner.layout.run_records import EncodingOnly
 from planner.spec.job import QUANTISED, Bucket, Job
 from planner.tape.format import Tape
 from planner.tape.levels import Level, PartLevels
-from planner.tape.program import Moment, Part, Stage
+from planner.tape.program import Moment, Part, Stage, frees
 from planner.tape.variants.precision import trained_storage
 from planner.units import GIB
 
@@ -200,12 +200,12 @@ def residents(run: Run) -> None:
         loading, blocks = load_component(run.program, component)
         done = run_component(run.program, component, blocks)
         loads += loading.stretches
-        stage.stretches += [*done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in alive_after(done)])]
+        stage.stretches += [*done.stretches, (STRATEGY_MOMENT, frees(alive_after(done)))]
     for component in encoders(run, "swapped", batch) if not run.samples_only else ():
         loading, blocks = load_component(run.program, component)
         done = run_component(run.program, component, blocks)
         gone = [*alive_after(done), *alive_after(loading)]
-        stage.stretches += [*loading.stretches, *done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in gone])]
+        stage.stretches += [*loading.stretches, *done.stretches, (STRATEGY_MOMENT, frees(gone))]
     if run.samples_only and run.strategy.vae == "resident":
         loads += load_component(run.program, decoder(run, run.grid, batch))[0].stretches
     run.load.stretches[:0] = loads
@@ -241,8 +241,8 @@ def validation(run: Run) -> None:
     kept = alive_after(denoise)  # by the pipeline's call, whose variables they are, until it returns
     moved = weights_on_gpu(run)
     decode = decode_with(run, decoder(run, shape, 1))
-    decode.stretches.append((STRATEGY_MOMENT, [~buffer for buffer in kept]))
-    leaving = (STRATEGY_MOMENT, [~buffer for buffer in moved])
+    decode.stretches.append((STRATEGY_MOMENT, frees(kept)))
+    leaving = (STRATEGY_MOMENT, frees(moved))
     if run.strategy.group_offload != "none":
         take_sizes(run, first)
         offload_model_groups(run, denoise)
@@ -345,7 +345,7 @@ def decode_with(run: Run, component: ComponentPass) -> Stage:
         loading = Stage("load", [])
     done = run_component(run.program, component, blocks)
     gone = [*alive_after(done), *alive_after(loading)]
-    return Stage("decode", [*loading.stretches, *done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in gone])])
+    return Stage("decode", [*loading.stretches, *done.stretches, (STRATEGY_MOMENT, frees(gone))])
 
 
 def validation_grid(job: Job, model: ModelProfile) -> dict[str, int]:

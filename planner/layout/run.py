@@ -33,6 +33,7 @@ from planner.layout.run_records import (
     DeviceTerms,
     EmptyCache,
     EncodingOnly,
+    EngineTerms,
     Handover,
     HostTerms,
     PhaseStages,
@@ -51,6 +52,9 @@ T = TypeVar("T")
 
 PAGED_ELEMENTS = 100_000
 """States of smaller tensors are not paged (bitsandbytes/optim/optimizer.py, get_state_buffer)."""
+
+SAMPLE_STAGES = 2
+"""A sample that is made on the GPU denoises and decodes."""
 
 STRATEGY_MOMENT = Moment("", "", "", -1)
 """The moment of what a strategy adds outside the model's code."""
@@ -153,6 +157,7 @@ class Run:
     device: DeviceTerms = field(default_factory=DeviceTerms)
     host: HostTerms = field(default_factory=HostTerms)
     work: WorkTerms = field(default_factory=WorkTerms)
+    engine: EngineTerms = field(default_factory=EngineTerms)
     handover: Handover = field(default_factory=Handover)
     encoding_only: EncodingOnly = field(default_factory=EncodingOnly)
     base: Run | None = None
@@ -359,15 +364,18 @@ class Run:
             *[("train", stage) for stage in (self.step, *more)],
             ("optimizer", self.optimizer),
         ]
+        early = SAMPLE_STAGES if phases.samples_leave else 0
         return [
             *[("load", stage) for stage in phases.before_load],
             ("load", self.load),
+            *[("load", stage) for stage in phases.wrap],
             *once,
             *unload,
             *encode,
             *[("first_step", stage) for stage in (self.first_pass, *more, self.optimizer_first)],
+            *phases.validation[:early],
             *([] if phases.one_step else later),
-            *phases.validation,
+            *phases.validation[early:],
             *save,
         ]
 

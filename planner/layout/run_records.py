@@ -6,6 +6,7 @@ They are immutable class attributes, so no `__init__` is needed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -20,6 +21,9 @@ class PhaseStages:
     before_load: tuple[Stage, ...] = ()
     """what is on the GPU for a while before the model is loaded; the allocator's cache is emptied after each"""
 
+    wrap: tuple[Stage, ...] = ()
+    """what an engine does with the loaded model, as far as it empties the allocator's cache before"""
+
     encode_once: Stage | None = None
     """text encoders and VAE encode the data set while the model is loaded already"""
 
@@ -31,6 +35,10 @@ class PhaseStages:
 
     validation: tuple[tuple[PhaseName, Stage], ...] = ()
     """denoising and decoding of a sample; if the job only samples, what follows its denoising"""
+
+    samples_leave: Stage | None = None
+    """frees what a sample brought, where a trainer holds on to it: then the first sample comes before the later steps,
+    which run beside it"""
 
     one_step: bool = False
     """the run validates and ends after its first step"""
@@ -126,6 +134,13 @@ class DeviceTerms:
 
     kept_for_adapters: tuple[int, int] = (0, 0)
     """the most that a step keeps (for recorded adapters that the job does not have, for those it has in addition)"""
+
+
+class EngineTerms:
+    """What a trainer hands to an engine that splits its training. Read by `planner.layout.sharding`."""
+
+    second_group: re.Pattern[str] | None = None
+    """names of the trained parameters that the optimizer has in a group of their own, behind the others"""
 
 
 class HostTerms:

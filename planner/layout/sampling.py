@@ -6,7 +6,7 @@ from planner.layout.encoders_vae.component_pass import decoder
 from planner.layout.group_offload import offload_model_groups
 from planner.layout.phases import batch_samples, decode_with, take_sizes, weights_on_gpu
 from planner.layout.run import STRATEGY_MOMENT, Run
-from planner.tape.program import Stage
+from planner.tape.program import Stage, frees
 
 
 def sampling(run: Run) -> None:
@@ -24,7 +24,7 @@ def sampling(run: Run) -> None:
     decode = decode_with(run, decoder(run, run.grid, batch_samples(run)))
     run.phases.validation = (("decode", decode),)
     if run.strategy.vae == "swapped" and (moved := weights_on_gpu(run)):
-        leaving = Stage("denoise", [(STRATEGY_MOMENT, [~buffer for buffer in moved])])
+        leaving = Stage("denoise", [(STRATEGY_MOMENT, frees(moved))])
         run.phases.validation = (("denoise", leaving), *run.phases.validation)
         run.phases.reload = Stage("load", [(STRATEGY_MOMENT, moved)])
         run.empty_cache.after = (*run.empty_cache.after, leaving)

@@ -10,7 +10,7 @@ import itertools
 from planner.errors import VplanError
 from planner.layout.run import Run
 from planner.spec.job import SPLIT
-from planner.tape.program import Stage
+from planner.tape.program import Stage, frees
 from planner.tape.variants.precision import Precision
 from planner.units import MIB, power_of_two
 
@@ -76,7 +76,7 @@ def accumulation(run: Run) -> None:
     if run.strategy.gradient_accumulation == 1:
         return
     step = onto_gradients(run)
-    run.accumulate = Stage("step", [(run.step.stretches[0][0], [~buffer for buffer in run.leftovers]), *step.stretches])
+    run.accumulate = Stage("step", [(run.step.stretches[0][0], frees(run.leftovers)), *step.stretches])
 
 
 def onto_gradients(run: Run) -> Stage:

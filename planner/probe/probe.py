@@ -125,14 +125,15 @@ def probe(
         "profiles": runner.profiles and not runner.python.is_virtual,
     }
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    outcome, facts, details = _run(plan, request, time_limit, encode, runner.python)
+    ended = _run(plan, request, time_limit, encode, runner.python)
+    facts, details = ended.facts, ended.details
     row = ProbeRow(
         id=row_id(plan, config),
         job=plan.job,
         strategy=plan.strategy,
         machine=_machine(plan.machine, facts.get("gpu"), facts.get("capped_bytes"), runner.python),
         planned_gpu=plan.machine.gpu,
-        measured=measurement_of(outcome, facts),
+        measured=measurement_of(ended.outcome, facts),
         env=_environment(facts, runner, started),
         capped_bytes=facts.get("capped_bytes"),
         requested_bytes=facts.get("requested_bytes"),
@@ -152,10 +153,18 @@ def rehearsed(row: ProbeRow) -> ProbeRow:
     return row.replace(measured=measured, env=env, runner=REHEARSED, details=details)
 
 
-def _run(
-    plan: Plan, request: Mapping[str, Any], time_limit: float, encode: bool, python: WorkerPython
-) -> tuple[Outcome, dict[str, Any], dict[str, Any]]:
-    """Runs the processes of a request; returns the outcome, the facts that they reported, and the row's ``details``."""
+class _ProbeEnd(NamedTuple):
+    """How a probe ended, over all of its workers."""
+
+    outcome: Outcome
+    facts: dict[str, Any]
+    """as the workers reported them"""
+    details: dict[str, Any]
+    """of the row: those facts that it has no field for"""
+
+
+def _run(plan: Plan, request: Mapping[str, Any], time_limit: float, encode: bool, python: WorkerPython) -> _ProbeEnd:
+    """Runs the processes of a request for at most ``time_limit`` seconds. ``encode``: a first one encodes."""
     folder = _folder(request, encode)
     keep = False
     before = used_bytes(plan.machine.gpus) if request["device"] == "cuda" and not python.is_virtual else None
@@ -181,7 +190,7 @@ def _run(
         details = _details(facts, ended, log if keep else None)
         if before is not None and (left := _left_bytes(before, plan.machine.gpus)):
             details["left_bytes"] = left
-        return outcome, facts, details
+        return _ProbeEnd(outcome, facts, details)
     finally:
         shutil.rmtree(folder / SCRATCH if keep else folder, ignore_errors=True)
 

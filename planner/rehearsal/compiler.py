@@ -126,9 +126,9 @@ def _macros(interpreter: Interpreter, cuda: str) -> tuple[str, ...]:
     return tuple(macros)
 
 
-def _sonames(wanted: Wanted, cuda: str) -> set[str]:
+def _sonames(libraries: Wanted, cuda: str) -> set[str]:
     """Libraries that are opened by name, which no file lists as needed."""
-    stems = set(map(stem, wanted.libraries))
+    stems = set(map(stem, libraries.libraries))
     major = cuda.partition(".")[0]
     return {f"{name}.so.{major}" for name in ("libcudart", "libnvrtc") if name not in stems}
 

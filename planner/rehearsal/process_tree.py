@@ -8,12 +8,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
+from planner.rehearsal.cards import CardTable
 from planner.units import KIB
 
 _ADOPT_ORPHANS = 36
@@ -74,6 +76,43 @@ def _files_in_ram(pids: Iterable[int]) -> int:
             start, end = (int(address, 16) for address in span.split("-"))
             ends[inode] = max(ends.get(inode, 0), int(begins, 16) + end - start)
     return sum(ends.values())
+
+
+MEASURE_SECONDS = 2.0
+"""Between exact measurements of host RAM that its bound calls for without having risen: adding mappings up holds the
+command up."""
+
+
+class RamPeak:
+    """The most host RAM that all processes below this one took, bytes, measured exactly only where its bound calls for
+    it."""
+
+    def __init__(self, spare_bytes: int) -> None:
+        self.spare_bytes = spare_bytes
+        """what they may take of this machine's RAM"""
+        self.peak_bytes = 0
+        """with pinned memory and files in RAM"""
+        self.pinned_peak_bytes = 0
+        self.held_bytes = 0
+        """of this machine's RAM, at the last exact measurement"""
+        self._highest_bound_bytes = 0
+        self._measured_at = time.monotonic()
+
+    def measure(self, table: CardTable, now: float) -> None:
+        """Takes this moment into account. ``table``: what is pinned now; ``now``: seconds of `time.monotonic`."""
+        bound = host_ram_bound()
+        self.pinned_peak_bytes = max(self.pinned_peak_bytes, table.all_pinned_bytes(bound.files))
+        total = bound.private + bound.files + table.pinned_bytes
+        # Below the peak it is no new one. Where it does not rise it may be: of processes that shared pages, one ended.
+        overdue = now - self._measured_at >= MEASURE_SECONDS
+        may_be_new = total > self._highest_bound_bytes or (overdue and total > self.peak_bytes)
+        if bound.held <= self.spare_bytes and not may_be_new:
+            return
+        self._highest_bound_bytes = max(self._highest_bound_bytes, total)
+        self._measured_at = now
+        exact = host_ram()
+        self.peak_bytes = max(self.peak_bytes, exact.private + exact.files + table.pinned_bytes)
+        self.held_bytes = exact.held
 
 
 def _fields(pid: int, file: str, prefix: str) -> dict[str, int]:

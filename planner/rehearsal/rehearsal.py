@@ -29,7 +29,7 @@ from planner.rehearsal.hollow.hollow_request import HollowRequest
 from planner.rehearsal.interpreter import Interpreter
 from planner.rehearsal.live_memory import ProcessMemory, read_histories
 from planner.rehearsal.observations import Observed, read_observed
-from planner.rehearsal.process_tree import adopt_orphans, end_all, host_ram, host_ram_bound
+from planner.rehearsal.process_tree import RamPeak, adopt_orphans, end_all
 from planner.rehearsal.ram_guard import spare_ram
 from planner.signals import unwind_on_signals
 
@@ -49,9 +49,6 @@ OFFLINE = {
 PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 TICK_SECONDS = 0.25
-LOOK_SECONDS = 2.0
-"""Between exact looks at host RAM that its bound calls for without having risen: adding mappings up holds the command
-up."""
 STRAGGLER_SECONDS = 120.0
 """How long ranks that have done their steps are held for one that has not."""
 
@@ -187,10 +184,7 @@ def _start(rehearsal: Rehearsal, folder: Path, output: int) -> subprocess.Popen[
 
 def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path) -> RehearsalOutcome:
     """Watch until one of the endings; the processes may still be there."""
-    start = time.monotonic()
-    spare = spare_ram()
-    peak = pinned_peak = most = held = 0
-    looked = start
+    start, ram = time.monotonic(), RamPeak(spare_ram())
     first_done: float | None = None
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -199,28 +193,24 @@ def _follow(rehearsal: Rehearsal, process: subprocess.Popen[bytes], folder: Path
         code = process.poll()
         table, observed = read_table(folder), read_observed(folder)
         now = time.monotonic()
-        bound = host_ram_bound()
-        pinned_peak = max(pinned_peak, table.all_pinned_bytes(bound.files))
-        above = bound.private + bound.files + table.pinned_bytes
-        # Below the peak it is no new one. Where it does not rise it may be: of processes that shared pages, one ended.
-        if bound.held > spare or above > most or (above > peak and now - looked >= LOOK_SECONDS):
-            most, looked, ram = max(most, above), now, host_ram()
-            peak, held = max(peak, ram.private + ram.files + table.pinned_bytes), ram.held
+        ram.measure(table, now)
         if first_done is None and any(seen.end == "steps" for seen in observed):
             first_done = now
+        waited = 0.0 if first_done is None else now - first_done
         ending: Ending | None = None
         if code is not None:
             ending = "done" if code == 0 else "failed"
-        elif _all_have_stepped(observed) or (first_done and now - first_done > STRAGGLER_SECONDS):
+        elif _all_have_stepped(observed) or waited > STRAGGLER_SECONDS:
             ending = "steps"
-        elif rehearsal.host_ram and peak > rehearsal.host_ram:
+        elif rehearsal.host_ram and ram.peak_bytes > rehearsal.host_ram:
             ending = "host-ram"
-        elif held > spare:  # pinned memory that nobody wrote to takes none
+        elif ram.held_bytes > ram.spare_bytes:  # pinned memory that nobody wrote to takes none
             ending = "machine-ram"
         elif now - start > rehearsal.time_limit:
             ending = "time"
         if ending:
-            return RehearsalOutcome(ending, code, now - start, observed, table, peak, pinned_peak, held)
+            peaks = ram.peak_bytes, ram.pinned_peak_bytes, ram.held_bytes
+            return RehearsalOutcome(ending, code, now - start, observed, table, *peaks)
 
 
 def _all_have_stepped(observed: Sequence[Observed]) -> bool:

@@ -7,28 +7,23 @@ only swap, offloaded checkpoints and the optimizer's states are counted.
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from planner.catalog import lookup
 from planner.catalog.profiles import ModelProfile
-from planner.errors import VplanError
 from planner.estimate.links import all_reduced
 from planner.estimate.roofline import Traffic
-from planner.garbage_collection import recording_cache
 from planner.layout.attention_kernel import copies_of_masks_of_numbers, padded_masks
 from planner.layout.encoders_vae.component_pass import BYTES_PER_PARAMETER
 from planner.layout.single_gpu import SWAP_RING_BUFFERS
+from planner.search.tape_walk import TapeWalk, order_of
 from planner.spec.configuration import Configuration
 from planner.spec.job import SPLIT, Job, Strategy
-from planner.tape.format import CATEGORIES, Growing, Tape, values_of
+from planner.tape.format import Tape
 from planner.tape.levels import whole_blocks
 from planner.tape.program import Program
-from planner.tape.templates import TemplateColumns, columns_of, in_order, sections_of, target_block
 from planner.tape.variants.recorded_methods import on_recorded_layers
 
 HALF, FULL = 2, 4
@@ -36,8 +31,6 @@ HALF, FULL = 2, 4
 
 LEAST = {**BYTES_PER_PARAMETER, "nf4": 0.5, "int4": 0.5}
 """Bytes per parameter, without the constants of 4-bit formats, which may be quantised too."""
-
-WEIGHT, GRADIENT = CATEGORIES.index("weight"), CATEGORIES.index("gradient")
 
 
 def parameter_bytes(configuration: Configuration, model: ModelProfile) -> int:
@@ -195,19 +188,26 @@ class Walked(NamedTuple):
         return processes * self.inputs + (copies * sum(self.frozen[-swapped:]) if swapped else 0)
 
 
+class Backward(NamedTuple):
+    """Bytes of a stretch of one block's backward: its peak, and its inputs."""
+
+    peak: int
+    inputs: int
+
+
 def walked(tape: Tape, grid: Mapping[str, int], width: int | None, bare: bool = False) -> Walked:
     """Walks through a recorded step at a shape and keeps the levels of allocated bytes that bounds are made of.
     ``grid``: values of the tape's atoms. ``width``: numbers of a token in what blocks hand on, where that is known.
     ``bare``: as if weights and gradients took nothing."""
-    walk = _Walk(tape, grid, bare)
-    load, step = _order(tape, "load"), _order(tape, "step")
+    walk = TapeWalk(tape, grid, bare)
+    load, step = order_of(tape, "load"), order_of(tape, "step")
     loading = walk.levels(load, 0)
     stepping = walk.levels(step, loading.end)
-    loaded = {block: walk.made_by(load.frees[which]).weights for block, which in load.last.items()}
-    gradients = sum(times * walk.made_by(step.frees[which]).gradients for which, times in step.times.items())
+    loaded = {block: walk.allocated_by(load.templates[at]).weights for block, at in load.last_template.items()}
+    gradients = sum(count * walk.allocated_by(step.templates[at]).gradients for at, count in step.counts.items())
     forward = [block for block in step.forward if block in loaded]
     backward = [
-        [Backward(stepping.peaks[at], walk.did_by(step.frees[step.which[at]]).inputs) for at in places]
+        [Backward(stepping.peaks[at], walk.change_by(step.template_of(at)).inputs) for at in places]
         for places in step.backward.values()
     ]
     frozen: dict[int, tuple[int, int]] = {}
@@ -255,215 +255,3 @@ def least_sizes(program: Program, grid: Mapping[str, int], bare: bool) -> list[i
         for buffer in program.named.get(kind, {}).values():
             sizes[buffer] = 0
     return sizes
-
-
-Weight = tuple[int, str, int]
-"""(run, name in its block, bytes)"""
-
-
-class Backward(NamedTuple):
-    """Bytes of a stretch of one block's backward: its peak, and its inputs."""
-
-    peak: int
-    inputs: int
-
-
-BlockOfRun = tuple[int, int]
-"""(run, block)"""
-
-
-class Made(NamedTuple):
-    """What a template allocates, bytes: all buffers, weights and gradients."""
-
-    sizes: list[int]
-    """by position, in the allocator's whole blocks; nothing for the workspaces of attention's kernels, nor for a mask
-    beside its padded copy or such a copy of a mask of numbers"""
-    weights: list[Weight]
-    gradients: int
-
-
-class Did(NamedTuple):
-    """How a stretch changes the allocated bytes: by how much in the end, and the most on the way."""
-
-    rise: int
-    most: int
-    """the highest on the way"""
-    inputs: int
-    """what it frees of what other blocks made in forward, but for weights"""
-
-
-class _Frees(NamedTuple):
-    """A template with those whose buffers it frees, as blocks that are alike have them."""
-
-    columns: TemplateColumns
-    others: tuple[TemplateColumns, ...]
-    places: list[int]
-    """per event: where its size stands among those of ``columns`` and, negated, of ``others``, with a 0 behind all for
-    what is freed by name"""
-    inputs: list[int]
-    """events that free what other blocks made in forward, but for weights"""
-    masks: list[tuple[int, int]]
-    """of what ``columns`` makes: (mask, its padded copy)"""
-    copies: list[int]
-    """of what ``columns`` makes: padded copies of masks of numbers"""
-
-    @classmethod
-    def of(cls, columns: TemplateColumns, freed: Sequence[tuple[TemplateColumns, bool]]) -> _Frees:
-        """``freed``: the template that made it, and whether in another block's forward."""
-        others = tuple(other for other, _ in freed)
-        starts = list(itertools.accumulate((len(each.sizes) for each in (columns, *others)), initial=0))
-        places = list(map(operator.add, map(starts.__getitem__, columns.origins), columns.positions))
-        for at in (at for tensors in columns.named.values() for at, position, _ in tensors if position < 0):
-            places[at] = starts[-1]
-        inputs = [
-            event
-            for event, (origin, position) in enumerate(zip(columns.origins, columns.positions, strict=True))
-            if origin and freed[origin - 1][1] and others[origin - 1].categories[position] != "weight"
-        ]
-        masks, copies = padded_masks(columns.ops), copies_of_masks_of_numbers(columns.ops)
-        return cls(columns, others, places, inputs, masks, copies)
-
-
-class _Order(NamedTuple):
-    """A piece of a tape in order, at whatever shape: its stretches, of which most do the same as others."""
-
-    piece: str
-    frees: tuple[_Frees, ...]
-    """each template with what it frees, by when it first runs"""
-    which: list[int]
-    """of every stretch, which of them it is"""
-    times: dict[int, int]
-    """which of them -> how many stretches"""
-    last: dict[BlockOfRun, int]
-    """block -> which of them its last stretch is"""
-    forward: tuple[BlockOfRun, ...]
-    """blocks that run forward, in order"""
-    backward: dict[BlockOfRun, list[int]]
-    """block -> the places of the stretches that run it backward"""
-
-
-@recording_cache(maxsize=256)
-def _order(tape: Tape, piece: str) -> _Order:
-    """A piece of a tape, worked out once for all shapes. A VplanError where its events free what is not there."""
-    sections, counts = sections_of(tape, piece), [run.count for run in tape.runs]
-    known: dict[tuple[object, ...], int] = {}
-    there: list[dict[int, TemplateColumns]] = []
-    frees: list[_Frees] = []
-    which: list[int] = []
-    last: dict[BlockOfRun, int] = {}
-    forward: dict[BlockOfRun, None] = {}
-    backward: dict[BlockOfRun, list[int]] = {}
-    try:
-        for section in sections:
-            run = section.run
-            here: dict[int, TemplateColumns] = {}
-            there.append(here)
-            for block, template in in_order(section, counts):
-                columns = here[block] = columns_of(template, tape)
-                freed = []
-                for back, mode, to in columns.bases:
-                    other = sections[len(there) - 1 - back]
-                    at = target_block(mode, to, other.run, block, counts)
-                    is_input = other.passes == "forward" and other.run is not None and (other.run, at) != (run, block)
-                    freed.append((there[-1 - back][at], is_input))
-                key = (id(columns), *((id(other), is_input) for other, is_input in freed))
-                if key not in known:
-                    known[key] = len(frees)
-                    frees.append(_Frees.of(columns, freed))
-                if run is not None:
-                    last[run, block] = known[key]
-                    if section.passes == "forward":
-                        forward[run, block] = None
-                    elif section.passes == "backward":
-                        backward.setdefault((run, block), []).append(len(which))
-                which.append(known[key])
-    except (KeyError, IndexError) as error:
-        raise _not_there(tape, piece, error) from None
-    return _Order(piece, tuple(frees), which, Counter(which), last, tuple(forward), backward)
-
-
-def _not_there(tape: Tape, piece: str, error: LookupError) -> VplanError:
-    return tape.damaged(f"{piece} refers to {error.args[0]}, which is not there")
-
-
-class _Levels(NamedTuple):
-    """Allocated bytes along a piece."""
-
-    peaks: list[int]
-    """of every stretch, the most on its way"""
-    end: int
-
-
-class _Walk:
-    """A tape at a shape, with what each of its templates was found to do."""
-
-    def __init__(self, tape: Tape, grid: Mapping[str, int], bare: bool) -> None:
-        self.tape = tape
-        self.bare = bare
-        values = tape.values(grid)
-        assert not tape.growing, "only the chunks of a VAE grow"
-        self.sizes = values_of((size for size in tape.sizes if not isinstance(size, Growing)), values)
-        self.whole = list(map(whole_blocks, self.sizes))
-        self.trained: set[tuple[int, str]] = set()
-        """(run, name in its block)"""
-        self._made: dict[int, Made] = {}
-        self._did: dict[int, Did] = {}
-        self._named: dict[tuple[int, int, str], int] = {}
-        """(category, run, name in its block) -> bytes: the blocks of a run are alike."""
-
-    def levels(self, order: _Order, start: int) -> _Levels:
-        """The levels of a piece that begins at ``start`` bytes. A VplanError for a tape whose events free what is not
-        there."""
-        try:
-            does = [(self.made_by(frees), self.did_by(frees))[1] for frees in order.frees]
-        except KeyError as error:
-            raise _not_there(self.tape, order.piece, error) from None
-        peaks, level = [], start
-        for which in order.which:
-            peaks.append(level + does[which].most)
-            level += does[which].rise
-        return _Levels(peaks, level)
-
-    def made_by(self, frees: _Frees) -> Made:
-        """What a template allocates."""
-        columns = frees.columns
-        if id(columns) not in self._made:
-            sizes = list(map(self.whole.__getitem__, columns.sizes))
-            for position, _ in columns.kernels:
-                sizes[position] = 0
-            for mask, copy in frees.masks:  # which the mask itself may stand for
-                sizes[mask], sizes[copy] = 0, sizes[mask]
-            for copy in frees.copies:  # which others may do without
-                sizes[copy] = 0
-            weights, gradients = [], 0
-            for (category, _, run, _), tensors in columns.named.items():
-                for _, position, leaf in tensors:
-                    if position < 0:
-                        continue
-                    nbytes = self.sizes[columns.sizes[position]]
-                    if self.bare and category in (WEIGHT, GRADIENT):
-                        sizes[position] = nbytes = 0
-                    self._named[category, run, leaf] = nbytes
-                    if category == WEIGHT:
-                        weights.append((run, leaf, nbytes))
-                    elif category == GRADIENT:
-                        self.trained.add((run, leaf))
-                        gradients += nbytes
-            self._made[id(columns)] = Made(sizes, weights, gradients)
-        return self._made[id(columns)]
-
-    def did_by(self, frees: _Frees) -> Did:
-        """What a template does that frees what others made."""
-        if id(frees) not in self._did:
-            own = self._made[id(frees.columns)].sizes
-            others = (map(operator.neg, self._made[id(other)].sizes) for other in frees.others)
-            pool = [*own, *itertools.chain.from_iterable(others), 0]
-            changes = list(map(pool.__getitem__, frees.places))
-            for (category, _, run, _), tensors in frees.columns.named.items():
-                for at, position, leaf in tensors:
-                    if position < 0:
-                        changes[at] = -whole_blocks(self._named[category, run, leaf])
-            levels = list(itertools.accumulate(changes))
-            rise, most = (levels[-1], max(levels)) if levels else (0, 0)
-            self._did[id(frees)] = Did(rise, most, -sum(map(changes.__getitem__, frees.inputs)))
-        return self._did[id(frees)]

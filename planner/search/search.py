@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +21,14 @@ from planner.errors import NotEstimatedError
 from planner.estimate.estimate import Assessment, assess
 from planner.layout import margin
 from planner.search.checkpoint_count import CheckpointCount
-from planner.search.cost import TIGHTER, TIGHTEST, WORTH_LOSS, WORTH_PART, slowness
+from planner.search.cost import TIGHTER, TIGHTEST, WORTH_LOSS
 from planner.search.feasibility import Feasibility
-from planner.search.infeasible import Infeasible
 from planner.search.policy import EstimatePolicy, Policy
 from planner.search.pruning import Pruning
 from planner.search.question import Question, Suggestion, Switch
 from planner.search.screening import QuickEstimate, Screen
-from planner.search.space import Space, at_the_end, effort, switched
+from planner.search.space import Space, at_the_end, switched
+from planner.search.speed_order import Infeasible, SpeedQueue
 from planner.search.swap_count import SwapCount
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job
@@ -144,33 +143,22 @@ class Search:
         ``below``: device bytes that quick estimates must stay below; the limit may change after each plan.
         """
         candidates = self.candidates(job, lossy)
-        start = self.space.baseline(job)
         floors = [(one, self.screen.floor_seconds(self.question.candidate(job, one))) for one in candidates]
         for part in self.checkpoint_count.candidates(job, candidates):
             with contextlib.suppress(NotEstimatedError):  # without checkpointing it is not recorded
                 floors.append((part, self.checkpoint_count.floor_seconds(job, part)))
-        fastest = min((seconds for _, seconds in floors), default=0.0)  # steps of speed are around it, not on its edge
-        tie = itertools.count()
+        fastest = min((seconds for _, seconds in floors), default=0.0)
+        start = self.space.baseline(job)
+        queue = SpeedQueue(job, verdict, start, bool(lossy), fastest, self.policy, self.pruning, self.checkpoint_count)
+        for candidate, seconds in floors:
+            queue.push(candidate, seconds, None)
         failed: set[ResolvedStrategy] = set()  # replayed, and short of the verdict
         most_swapped: dict[ResolvedStrategy, int] = {}  # -> the swapped blocks of a replay that fell short
         infeasible = Infeasible(self.feasibility, self.swap_count, job, verdict)
-        queue: list[tuple[tuple[int, int, int], int, ResolvedStrategy, QuickEstimate | None]] = []
-
-        def push(strategy: ResolvedStrategy, seconds: float, quick: QuickEstimate | None) -> None:
-            # Without a quick estimate everything in here is a lower bound, so what comes first with one is the best.
-            worth = 1 + WORTH_PART if self.checkpoint_count.is_open(strategy) else 1
-            speed = slowness(worth * seconds, fastest, self.policy.loss(job, strategy) if lossy else 0)
-            memory = quick.device_bytes if quick else 0
-            swaps = quick is None and self.pruning.weights_force_swap(job, strategy, verdict)
-            work = effort(start, strategy.replace(swap_blocks=1) if swaps else strategy)
-            heapq.heappush(queue, ((speed, work, memory), next(tie), strategy, quick))
-
-        for candidate, seconds in floors:
-            push(candidate, seconds, None)
         # A strategy comes first by its bound, then by its quick estimate; and again, with more swapped blocks, where a
         # replay taught that the quick estimate promised too much.
         while queue:
-            _, _, strategy, quick = heapq.heappop(queue)
+            strategy, quick = queue.pop()
             if quick is not None and (quick.strategy in most_swapped or self.feasibility.may_reach(quick, verdict)):
                 if quick.device_bytes >= below() or not self.policy.is_open(job, quick.strategy):
                     continue
@@ -179,31 +167,52 @@ class Search:
                     yield self._fewest_replayed(job, plan, most_swapped.get(quick.strategy), verdict)
                     continue
                 failed.add(quick.strategy)
-            bare = strategy.replace(swap_blocks=start.swap_blocks)
             try:
-                if self.checkpoint_count.is_open(bare):
-                    if self.checkpoint_count.needs_at_least(below(), job, bare, verdict):
-                        continue
-                    found = self.checkpoint_count.narrow(job, bare, verdict)
-                elif (
-                    bare in infeasible
-                    or self.pruning.never_fits(job, bare, verdict)
-                    or self.pruning.floor_bytes(job, bare) >= below()
-                    or self.swap_count.needs_at_least(below(), job, bare, verdict)
-                ):
-                    continue
-                elif (found := self.swap_count.fewest(job, bare, verdict)) is None:
-                    infeasible.add(bare)
-                    if found := self.swap_count.most_despite_replays(job, bare, verdict):
-                        most_swapped.setdefault(found.strategy, strategy.swap_blocks)
+                following = self._following(job, strategy, verdict, below, infeasible, most_swapped)
             except NotEstimatedError as error:  # known from what it needs once it is laid out
                 self.missing = self.missing or error
                 continue
-            if isinstance(found, QuickEstimate):
-                if found.strategy not in failed:
-                    push(found.strategy, found.step_seconds, found)
-            elif found is not None:  # with fewer checkpointed blocks it does not fit
-                push(found, self.checkpoint_count.floor_seconds(job, found), None)
+            if isinstance(following, QuickEstimate):
+                if following.strategy not in failed:
+                    queue.push(following.strategy, following.step_seconds, following)
+            elif following is not None:  # with fewer checkpointed blocks it does not fit
+                queue.push(following, self.checkpoint_count.floor_seconds(job, following), None)
+
+    def _following(
+        self,
+        job: Job,
+        strategy: ResolvedStrategy,
+        verdict: str,
+        below: Callable[[], float],
+        infeasible: Infeasible,
+        most_swapped: dict[ResolvedStrategy, int],
+    ) -> QuickEstimate | ResolvedStrategy | None:
+        """What to ask next of a strategy whose bound, or whose last replay, is known: its quick estimate with the
+        fewest swapped or checkpointed blocks that may reach the verdict, or the strategy with more of its blocks
+        checkpointed. None where none of it can reach the verdict below the limit. Raises a NotEstimatedError.
+
+        ``infeasible``, ``most_swapped``: as in `by_speed`, which it adds to.
+        """
+        bare = strategy.replace(swap_blocks=self.space.baseline(job).swap_blocks)
+        if self.checkpoint_count.is_open(bare):
+            if self.checkpoint_count.needs_at_least(below(), job, bare, verdict):
+                return None
+            return self.checkpoint_count.narrow(job, bare, verdict)
+        if (
+            bare in infeasible
+            or self.pruning.never_fits(job, bare, verdict)
+            or self.pruning.floor_bytes(job, bare) >= below()
+            or self.swap_count.needs_at_least(below(), job, bare, verdict)
+        ):
+            return None
+        fewest = self.swap_count.fewest(job, bare, verdict)
+        if fewest is not None:
+            return fewest
+        infeasible.add(bare)
+        most = self.swap_count.most_despite_replays(job, bare, verdict)
+        if most is not None:
+            most_swapped.setdefault(most.strategy, strategy.swap_blocks)
+        return most
 
     def _fewest_replayed(self, job: Job, plan: Estimate, low: int | None, verdict: str) -> Estimate:
         """The plan with the fewest swapped blocks, but more than ``low``, that reaches the verdict in a replay; the

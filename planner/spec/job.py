@@ -274,7 +274,7 @@ class Strategy(Record):
         ),
     ] = "none"
     """what is sharded across GPUs: nothing (ddp, the default for several), optimizer states (zero-1), gradients too
-    (zero-2), weights too (zero-3, fsdp)"""
+    (zero-2), weights too, as they are loaded (zero-3, fsdp)"""
     # torch calls it hybrid sharding (HSDP): a device mesh of replicas x shards.
     fsdp_replicas: Annotated[Count, Note(trained=ALL, searched=Searched(20, lora=(), full=()))] = 1
     """copies of the model that fsdp shards, each over neighbouring GPUs, with gradients averaged over copies (hybrid

@@ -15,10 +15,10 @@ _LAST = ("inactive_expert", "vae_tiling", "vae", "group_offload", "group_offload
 _WORDED = (*_FIRST, *(field for field in NOTES if field not in _FIRST and field not in _LAST), *_LAST)
 
 
-def ways(found: Estimate) -> str:
+def ways(estimate: Estimate) -> str:
     """The options that an estimate's strategy switches on, as words for one line: "gradient checkpointing, 8-bit
     AdamW"."""
-    return words(found.strategy, found.lossy)
+    return words(estimate.strategy, estimate.lossy)
 
 
 def words(strategy: Strategy, lossy: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Reads and writes tape files: `planner.tape.format.Tape` as gzipped JSON, one array of numbers per event.
+"""The JSON of tape files, from and to `planner.tape.format.Tape`: one array of numbers per event.
 
 An array holds an event's fields in order, and its length says which event it is. The header, the tables and the
 sections are checked as they are read; the events where they are first laid out, see `planner.tape.templates`. A damaged
@@ -34,7 +34,7 @@ from planner.tape.format import (
     Template,
     counted_back,
 )
-from planner.tape.packed_json import DAMAGES, damaged_file, write_packed
+from planner.tape.packed_json import DAMAGES, damaged_file
 from planner.tape.packs import read_recording
 
 GROW = "grow"
@@ -117,11 +117,6 @@ def parse_tape(text: str | bytes) -> Tape:
         raise
     except _FAULTS as error:
         raise VplanError(f"this is no tape ({type(error).__name__})", DAMAGED_FIX) from None
-
-
-def write_tape(tape: Tape, path: Path) -> Path:
-    """Writes a tape file, with identical bytes for identical tapes; returns its path."""
-    return write_packed(tape_json(tape), path)
 
 
 def tape_json(tape: Tape) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class Pack:
         variant = {"variant": _stem(name)} if "versions" in head else {}
         return {**head, **variant, **self.body(folder, name, _templates(self).template)}
 
-    def body(self, folder: str, name: str, template: Callable[[int], Any] = int) -> dict[str, Any]:
+    def body(self, folder: str, name: str, template: Callable[[int], Any]) -> dict[str, Any]:
         """The JSON without what is in `HEAD`. ``template``: maps the number of a template to what replaces it."""
         place = self._recordings(folder)[name]
         body: dict[str, Any] = json.loads(_group(self, place.group).text(place.start, place.end))
@@ -187,13 +187,6 @@ def stored(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def stored_below(folder: Path) -> list[Path]:
-    """The same for a folder and all folders below it."""
-    packed = {pack.with_name(name) for pack in folder.rglob(f"*{SUFFIX}") for name in _opened(pack).folders}
-    folders = {path.parent for path in folder.rglob(f"*{GZIPPED}")} | packed
-    return [path for each in sorted(folders) for path in stored(each)]
-
-
 def read_recording(path: Path) -> dict[str, Any]:
     """The JSON of a recording, not to be changed. Raises one of `DAMAGES`, or a FileNotFoundError if there is none."""
     pack = None if path.is_file() else _pack_with(path)
@@ -201,12 +194,6 @@ def read_recording(path: Path) -> dict[str, Any]:
         return pack.data(path.parent.name, path.name)
     data: dict[str, Any] = json.loads(unpack(path))
     return data
-
-
-def read_without_templates(path: Path) -> dict[str, Any]:
-    """The same with a number in place of each template that a pack has, which takes a tenth of the time."""
-    pack = None if path.is_file() else _pack_with(path)
-    return read_recording(path) if pack is None else pack.body(path.parent.name, path.name)
 
 
 def digest(path: Path) -> str:

@@ -20,6 +20,11 @@ Block = tuple[str, int]
 """(module list, index)"""
 
 
+def frees(buffers: Iterable[int]) -> list[int]:
+    """The events that free these buffers, in their order (`Stage`)."""
+    return [~buffer for buffer in buffers]
+
+
 class Moment(NamedTuple):
     """The part of a run that a stretch of events belongs to: piece, pass (forward, backward, ...), module list and
     block."""

@@ -62,17 +62,17 @@ class FinishedProbe:
 class ErrorModel:
     """The posterior of measured over estimated bytes for plans that were not measured, given the finished probes."""
 
-    def __init__(self, seen: Sequence[FinishedProbe]) -> None:
-        self.ran = [each for each in seen if each.measured.outcome == "ok" and each.measured.step_seconds]
+    def __init__(self, probes: Sequence[FinishedProbe]) -> None:
+        self.ran = [each for each in probes if each.measured.outcome == "ok" and each.measured.step_seconds]
         below, above = margin.RECORDED
         centre, width = 1 + (above - below) / 2, (above + below) / 2 / NORMAL_90
         logs = np.log(_normal((RATIOS - centre) / width) + SURPRISE)
-        for each in seen:
+        for each in probes:
             logs = logs + self._likelihood(each)
         weights = np.exp(logs - logs.max())
         self.weights: NDArray[np.float64] = weights / weights.sum()
-        self.host_ratio = max((_host_ratio(each) for each in seen), default=1.0)
-        ran_out = [each.estimate.peak.device_bytes for each in seen if each.measured.outcome == "oom"]
+        self.host_ratio = max((_host_ratio(each) for each in probes), default=1.0)
+        ran_out = [each.estimate.peak.device_bytes for each in probes if each.measured.outcome == "oom"]
         self.too_much = min(ran_out, default=2**60)
         self._limits: dict[tuple[float, int], int] = {}
 

@@ -210,9 +210,9 @@ def failed(row: ProbeRow) -> bool:
     return row.measured.outcome in ("crash", "timeout", "nan")
 
 
-def missing(seen: FinishedProbe) -> float:
+def missing(probe: FinishedProbe) -> float:
     """GiB of device memory or host RAM a plan is short of, as far as is known; negative if it has some to spare."""
-    if seen.measured.outcome == "host-oom":
-        ram = seen.estimate.machine.host_ram or 0
-        return max(seen.estimate.host_ram_bytes - ram, 2**20) / GIB
-    return seen.excess_bytes / GIB
+    if probe.measured.outcome == "host-oom":
+        ram = probe.estimate.machine.host_ram or 0
+        return max(probe.estimate.host_ram_bytes - ram, 2**20) / GIB
+    return probe.excess_bytes / GIB

@@ -159,14 +159,15 @@ class Watch:
         self.seen[name] = max(self.seen.get(name, 0), int(nbytes))
 
 
-def _model(case: Case) -> tuple[Any, ...]:
-    """Profile, records, and the model in the formats of our step, sharded for FSDP2, with its parameters filled."""
+def _model(case: Case, watch: Watch) -> tuple[Any, ...]:
+    """Profile, records, and the model in the formats of our step, sharded for FSDP2 and ZeRO-3, with its parameters
+    filled. ``watch`` notes the bytes of those that are whole on the rank meanwhile."""
     import torch
 
     from planner.catalog import lookup
     from planner.spec.job import Job, Machine, Strategy
     from planner.spec.rules import resolve
-    from trainers.parallel.engines import mesh_of, shard
+    from trainers.parallel.parallel import split
     from trainers.step import placement, step
     from trainers.step.random_weights import randomise
 
@@ -176,10 +177,17 @@ def _model(case: Case) -> tuple[Any, ...]:
     machine = Machine(gpu="h100-80gb", gpus=case.world)
     strategy = resolve(job, Strategy.read(case.strategy), machine)
     model = step.build_model(profile, job, strategy)
-    if strategy.sharding == "fsdp":
-        shard(model, profile, job, strategy, mesh_of(strategy, torch.device("cpu")))
+    if strategy.sharding in ("fsdp", "zero-3"):
+        split(model, profile, job, strategy, torch.device("cpu"))
     torch.manual_seed(0)
-    placement.materialise(model, "cpu", randomise)
+
+    def fill(name: str, weight: torch.Tensor) -> None:
+        randomise(name, weight)
+        loaded = [parameter for parameter in model.parameters() if not parameter.is_meta]
+        whole = [weight, *(each for each in loaded if not hasattr(each, "device_mesh"))]
+        watch.note("whole while loading", nbytes(*whole))
+
+    placement.materialise(model, "cpu", fill)
     return profile, job, strategy, model
 
 
@@ -215,11 +223,11 @@ def _deepspeed(case: Case) -> Bytes:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else every start compiles it
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    profile, job, strategy, model = _model(case)
+    watch = Watch()
+    profile, job, strategy, model = _model(case, watch)
     trainable = step.trainable_parameters(model)
     optimizer = make_optimizer(trainable, strategy)
     config = deepspeed_config(job, strategy, ZeroSettings(**case.settings))
-    watch = Watch()
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     watched = _watch_stage_3 if strategy.sharding == "zero-3" else _watch_stages_1_and_2
     finish = watched(engine, watch)
@@ -332,7 +340,7 @@ def _context_parallel(case: Case) -> Bytes:
 
     torch.distributed.init_process_group("gloo")
     torch.accelerator.device_count = lambda: 1  # diffusers places ranks on accelerators, and there is none
-    profile, _, strategy, model = _model(case)
+    profile, _, strategy, model = _model(case, Watch())
     model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=WORLD))
     kind = family(profile)
     torch.manual_seed(0)
@@ -373,8 +381,8 @@ def _fsdp(case: Case) -> Bytes:
     from trainers.step.optimizers import make_optimizer
 
     torch.distributed.init_process_group("gloo")
-    profile, _, strategy, model = _model(case)
     watch = Watch()
+    profile, _, strategy, model = _model(case, watch)
     groups = _watch_groups(model, watch)
     trainable = step.trainable_parameters(model)
     trainee = step.Trainee(model, trainable, make_optimizer(trainable, strategy))

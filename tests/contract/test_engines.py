@@ -17,6 +17,7 @@ from planner.layout.pipeline import lay_out
 from planner.layout.run import Facts, Run
 from planner.layout.run_records import ZeroSettings
 from planner.layout.sharding import zero as zero_terms
+from planner.layout.sharding.zero_weights import UNSPLIT
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.rules import resolve
@@ -228,6 +229,7 @@ def test_stage_3(model: str, method: str, checkpointing: str) -> None:
     asked = case(model, method, sharding="zero-3", gradient_checkpointing=checkpointing)
     run, ranks = estimated(asked), measure(asked)
     expected = {
+        "whole while loading": held(run, UNSPLIT, at_once=True),
         "tables": weights(run, frozen=False),
         "frozen shares": held(run, "frozen shares"),
         "trained shares": held(run, "trained shares"),

@@ -67,7 +67,11 @@ def compare(found: Path, wanted: Path) -> None:
         assert torch.allclose(ours[name].float(), tensor.float(), atol=2e-4), name
 
 
-@pytest.mark.parametrize(("sharding", "method"), in_turns(SHARDINGS, ["lora", "full"]))
+FROZEN_TOO = ("zero-3", "lora")
+"""What is frozen is split as well, beside the adapters."""
+
+
+@pytest.mark.parametrize(("sharding", "method"), [*in_turns(SHARDINGS, ["lora", "full"]), FROZEN_TOO])
 def test_two_ranks_train_what_one_does_and_go_on_from_a_checkpoint(
     place: runs.Place, tmp_path: Path, sharding: str, method: str
 ) -> None:

@@ -68,6 +68,6 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _launches(found: Tape, passes: str) -> int:
-    work = work_of(found, "step", {**SHAPE, **found.regime}, passes=passes)
+def _launches(tape: Tape, passes: str) -> int:
+    work = work_of(tape, "step", {**SHAPE, **tape.regime}, passes=passes)
     return sum(amount.flops for (name, _), amount in work.items() if name == KERNELS)

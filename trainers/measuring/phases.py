@@ -104,7 +104,7 @@ class ProbedTraining:
         request, device = self.request, self.meter.device
         two_experts = request.job.experts == "both"
         model = self._two_experts() if two_experts else step.build_model(request.profile, request.job, self.strategy)
-        parallel.split(model, request.profile, request.job, self.strategy, device)
+        parallel.split(model, request.profile, request.job, self.strategy, device, request.scratch)
         if request.weights is None and not two_experts:
             placement.place(model, request.profile, self.strategy, device, randomise)
         elif request.weights is not None and not two_experts:

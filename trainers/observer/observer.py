@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from . import import_hook
 from .forward_phases import ForwardPhases
 from .hollow_tensors import HollowTensors, HollowUpdates
+from .idle_kernels import IdleAdamBuilder
 from .import_hook import ImportHook
 from .memory_history import MemoryHistory
 from .memory_peaks import MemoryPeaks
@@ -134,6 +135,11 @@ class ProcessObserver:
                 instance.ds_opt_adam = HollowUpdates(instance.ds_opt_adam, self._hollow)
 
         optimizer.__init__ = initialized
+
+    def watch_fused_adam(self, module: ModuleType) -> None:
+        """DeepSpeed's optimizer for the card compiles its kernel by nvcc when it is made. Kernels of a virtual card do
+        nothing, so nothing is compiled."""
+        module.FusedAdamBuilder = IdleAdamBuilder  # type: ignore[attr-defined]
 
     def _watch_own_steps(self, optimizer_class: Any) -> None:
         """torch's hooks belong to a class's ``step``. A program that gives one optimizer another (OneTrainer,
@@ -365,5 +371,6 @@ def start() -> None:
     hook.after("torch", observer.watch_torch)
     hook.after("deepspeed.runtime.engine", observer.watch_deepspeed)
     hook.after("deepspeed.ops.adam.cpu_adam", observer.watch_deepspeed_adam)
+    hook.after("deepspeed.ops.adam.fused_adam", observer.watch_fused_adam)
     install_refusals(hook, observer.refuse)
     hook.install()

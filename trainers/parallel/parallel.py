@@ -27,7 +27,7 @@ from trainers.parallel import context
 from trainers.parallel.engines import mesh_of, shard
 from trainers.parallel.local_engine import LocalEngine
 from trainers.parallel.state_files import Share, share_of
-from trainers.parallel.zero import Zero
+from trainers.parallel.zero import Zero, split_as_loaded
 from trainers.step import experts, placement, step
 from trainers.step.loss_scaling import LossScaler, loss_scaler
 from trainers.step.optimizers import make_optimizer
@@ -98,12 +98,17 @@ class Fsdp(LocalEngine):
         return share.cpu()  # `from_local` moves tensors in host RAM to the mesh's device
 
 
-def split(model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, device: torch.device) -> None:
-    """Sets up context parallelism and FSDP2, as the strategy says. All ranks call it together, on a built model whose
-    weights are not loaded yet: unsplit, they may not fit on one GPU."""
+def split(
+    model: nn.Module, profile: ModelProfile, job: Job, strategy: Strategy, device: torch.device,
+    drive: Path | None = None,
+) -> None:  # fmt: skip
+    """Sets up context parallelism, FSDP2 and the split of ZeRO-3, as the strategy says. All ranks call it together, on
+    a built model whose weights are not loaded yet: unsplit, they may not fit on one GPU. ``drive``: as for `set_up`."""
     context.split_tokens(model, strategy, device)
     if strategy.sharding == "fsdp":
         shard(model, profile, job, strategy, mesh_of(strategy, device))
+    elif strategy.sharding == "zero-3":
+        split_as_loaded(model, job, strategy, DEEPSPEED, drive)
 
 
 def set_up(

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from planner.layout.run_records import ZeroSettings
 from planner.spec.job import Job, Strategy
 from trainers.parallel.engines import deepspeed_config
 from trainers.parallel.local_engine import LocalEngine
 from trainers.parallel.state_files import FlatRun, Own, SavedState, Share, SplitTensor
-from trainers.step import step
+from trainers.step import placement, step
 
 MASTER, RUNS = "master", "optimizer/runs"
 """Key of a weight's fp32 master among its states under DeepSpeed, and prefix of those states in a checkpoint."""
@@ -33,6 +33,34 @@ class FlatPiece(NamedTuple):
     """its first element in the weight, which has ``whole`` elements"""
     elements: int
     whole: int
+
+
+class _Splitter:
+    """Splits parameters over the ranks as ``deepspeed.zero.Init`` does, one at a time. All ranks call it in the same
+    order, because DeepSpeed broadcasts each from the first rank."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.first: Any = None
+        """the first parameter that was split; through it DeepSpeed splits others alike"""
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        if self.first is not None:
+            self.first.convert_to_zero_parameters([parameter])
+            return
+        from deepspeed.runtime.zero import Init
+
+        holder = nn.Module()
+        holder.weight = self.first = parameter
+        Init(module=holder, config_dict_or_path=self.config)
+
+
+def split_as_loaded(model: nn.Module, job: Job, strategy: Strategy, settings: ZeroSettings, drive: Path | None) -> None:
+    """Makes a model on ``meta`` split each parameter as it is loaded, frozen ones and adapters too, in the 16 bits that
+    stage 3 trains in. ``deepspeed.initialize`` then finds them split; else it puts the whole model on every GPU first
+    (runtime/engine.py ``_configure_distributed_model``)."""
+    splitter = _Splitter(deepspeed_config(job, strategy, settings, drive))
+    placement.split_when_filled(model, splitter, step.DTYPES[strategy.compute_dtype])
 
 
 class Zero(LocalEngine):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import init_empty_weights
@@ -51,7 +51,7 @@ LEVELS = (1, 2, 4, 8)
 """Resolutions inside a VAE, as multiples of its latents; a VAE that halves an image more often has more."""
 
 
-def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
+def vae_sums(vae: Vae, chunked: bool) -> Sums:
     """Lengths inside a VAE that are not products of atoms: padded rows and columns, and frames of a clip.
 
     A convolution over padded rows has 8H+2 of them, a downsampling over padded rows 8H+1; causal convolutions in time
@@ -81,8 +81,18 @@ def vae_sums(vae: Vae, chunked: bool) -> dict[str, tuple[int, tuple[str, ...]]]:
     return sums
 
 
-def private_grid(vae: Vae) -> tuple[dict[str, int], dict[str, tuple[int, tuple[str, ...]]], int]:
-    """(atoms, sums, chunks) to record at: every length has a prime factor above 7 that no other length has."""
+class PrivateShape(NamedTuple):
+    """A shape to record a VAE at: every length has a prime factor above 7 that no other length has."""
+
+    atoms: dict[str, int]
+    """frames, rows and columns, in latent units"""
+    sums: Sums
+    chunks: int
+    """that a clip of so many frames is taken in; 0 where it is taken whole"""
+
+
+def private_grid(vae: Vae) -> PrivateShape:
+    """The smallest shape to record a VAE at."""
     lengths = [(frames, 0) for frames in RECORDED_FRAMES] if vae.takes_frames else [(1, 0)]
     if vae.traits.frame_tiles:
         lengths = [(vae.traits.frame_tiles[0], 0)]
@@ -96,11 +106,11 @@ def private_grid(vae: Vae) -> tuple[dict[str, int], dict[str, tuple[int, tuple[s
         atoms = {"F": frames, "H": height, "W": width}
         values = {**atoms, **sum_values(sums, atoms)}
         if _all_private([length for name, length in values.items() if name != "F" or len(lengths) > 1]):
-            return atoms, sums, chunks
+            return PrivateShape(atoms, sums, chunks)
     raise AssertionError(f"no shape at which every length of {vae.class_name} shows")
 
 
-def sum_values(sums: Mapping[str, tuple[int, tuple[str, ...]]], atoms: Mapping[str, int]) -> dict[str, int]:
+def sum_values(sums: Sums, atoms: Mapping[str, int]) -> dict[str, int]:
     """The values of a tape's sums (a constant plus products of atoms) at the given atoms, by name."""
     return {
         name: constant + sum(math.prod(atoms[atom] for atom in product) for product in products)

@@ -121,29 +121,20 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        """Records what an operator allocates, in the order of its CUDA kernel: copies of its inputs, workspaces and
+        outputs, of which all but the outputs go when it ends; and its work."""
         self.recording.ops.add(name)
         inputs = _plain((*args, *kwargs.values()))
         outputs = _plain((out,))
         if name in cuda_ops.LAST_OUTPUT_FIRST:
             outputs.reverse()
-        by_tensor = name.startswith("aten._foreach") and isinstance(args[0], list | tuple)
         if self.phase == "optimizer":
             self.place = self._common_place(inputs)
         before = len(self.recording.events)
         inside = [] if name in COPYING_BEHIND_OUTPUTS else self._copies(name, inputs)
         if name in cuda_ops.BEFORE_OUTPUTS:
             inside += self._workspaces(name, args)
-        for position, tensor in enumerate(outputs):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._alive:
-                source = args[0][position] if by_tensor and len(outputs) == len(args[0]) else None
-                number = self._allocate(storage, name, self.place if source is None else self._common_place([source]))
-                if self.phase == "optimizer" and not inputs:
-                    self._from_nothing.add(number)
-                if rounded := cuda_ops.rounded_output(name, position, tuple(tensor.shape), args):
-                    self.recording.allocations[number].rounded = (rounded.exact, rounded.multiple, int(rounded))
-                    if name == "aten.constant_pad_nd":
-                        self.recording.allocations[number].copied = self._number.get(inputs[0].untyped_storage()._cdata)
+        self._note_outputs(name, args, inputs, outputs)
         if name not in cuda_ops.BEFORE_OUTPUTS:
             inside = self._workspaces(name, args) + inside
         if name in COPYING_BEHIND_OUTPUTS:
@@ -152,6 +143,24 @@ class Recorder(TorchDispatchMode):
             self._event(~number, self.place)
         if work := cost_of(func, args, kwargs, out, inputs, outputs):
             self.recording.work.append((before, work))
+
+    def _note_outputs(self, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Allocates the outputs that are new: views and tensors written in place are alive already. An output of a
+        foreach operator belongs to the block of the tensor that it is made of."""
+        by_tensor = name.startswith("aten._foreach") and isinstance(args[0], list | tuple)
+        for position, tensor in enumerate(outputs):
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._alive:
+                continue
+            source = args[0][position] if by_tensor and len(outputs) == len(args[0]) else None
+            number = self._allocate(storage, name, self.place if source is None else self._common_place([source]))
+            if self.phase == "optimizer" and not inputs:
+                self._from_nothing.add(number)
+            allocation = self.recording.allocations[number]
+            if rounded := cuda_ops.rounded_output(name, position, tuple(tensor.shape), args):
+                allocation.rounded = (rounded.exact, rounded.multiple, int(rounded))
+                if name == "aten.constant_pad_nd":
+                    allocation.copied = self._number.get(inputs[0].untyped_storage()._cdata)
 
     def _common_place(self, tensors: list[Tensor]) -> Place | None:
         """The block that all tensors belong to; None if they belong to several; the current block if none has one."""

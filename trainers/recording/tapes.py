@@ -13,9 +13,10 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from planner.catalog import lookup
 from planner.catalog.components import Component, recorded_lengths
@@ -37,6 +38,7 @@ from trainers.recording.recorder import RawRecording
 from trainers.recording.recordings import Dispatch, record_optimizer, record_sample, record_step
 from trainers.recording.trainer_code import check_out
 from trainers.step import step
+from trainers.step.optimizers import TRANSPOSING
 
 RECORDED_BLOCKS = HEAD + TAIL + 2
 """Blocks to record of each kind: both ends and two middle blocks, which must be identical."""
@@ -65,11 +67,20 @@ MOST_SHAPES = 20_000
 """Shapes that are tried in each attempt."""
 
 
-def prime_grid(
-    profile: ModelProfile, batch: int | None, short: bool = False
-) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """(shape to record at, values of the sums there, atoms that the tape fixes). ``batch``: None for a tape of any
-    batch; ``short``: use few tokens, for attention that makes whole tensors of scores.
+class PrimeShape(NamedTuple):
+    """A shape to record at, in latent units, at which every length shows in the sizes."""
+
+    grid: dict[str, int]
+    """atom -> its value"""
+    sums: dict[str, int]
+    """name of a length that is a sum of atoms -> its value there"""
+    regime: dict[str, int]
+    """atoms that the tape holds at alone, with their values"""
+
+
+def prime_grid(profile: ModelProfile, batch: int | None, short: bool = False) -> PrimeShape:
+    """The shape to record a model at. ``batch``: None for a tape of any batch; ``short``: use few tokens, for attention
+    that makes whole tensors of scores.
 
     The free atoms are primes at which every sum (such as F*H*W + T) is a large prime or a small multiple of one, so
     that sums can be recognised in sizes too; if there is no such shape, up to `RARE_TIMES` a prime. Lengths that are
@@ -107,7 +118,7 @@ def prime_grid(
         )
         if shown and not aligned and grid["B"] != grid["T"]:
             _check_positions(profile, kind.longest_side, max(grid["F"], grid["H"], grid["W"]))
-            return grid, sums, regime
+            return PrimeShape(grid, sums, regime)
     fault = f"{profile.name} has too many lengths that are sums: no shape shows them all"
     raise NoPrimeShape(fault, "a larger cell may have fewer: write patch = [1, 16, 16] for --inputs")
 
@@ -207,8 +218,30 @@ def optimizer_tape(profile: ModelProfile, variant: OptimizerVariant) -> Tape:
     """Records an optimizer's step under one variant, as a tape."""
     job, strategy = variant.records(profile)
     grid, sums, _ = prime_grid(profile, PRIMES["B"])  # also for models whose steps are recorded at fixed batches
-    recording = record_optimizer(profile, job, strategy, grid, shallow_config(profile))
+    config = shallow_config(profile)
+    if strategy.optimizer in TRANSPOSING:
+        model = step.build_model(profile, job.replace(lora_rank=grid["R"]), strategy, config)
+        grid["R"] = rank_below_layers(model, {length for atom, length in (grid | sums).items() if atom != "R"})
+    recording = record_optimizer(profile, job, strategy, grid, config)
     return tape_of(profile, variant.name, recording, grid, sums, {})
+
+
+def rank_below_layers(model: nn.Module, others: Collection[int]) -> int:
+    """The rank to record an optimizer at that transposes tall matrices: that of `PRIMES`, which ``model`` has, or where
+    an adapted layer is as narrow, the largest prime below the narrowest.
+
+    So each matrix of an adapter has its longer side along the layer, as at the ranks people use, and what the optimizer
+    makes of it has the rank's square. Layers no wider than a job's default rank do not count: ranks in use are above.
+    The prime divides no length of the model, nor any of the ``others`` recorded, so that sizes show it.
+    """
+    usual, default = PRIMES["R"], Job.model_fields["lora_rank"].default
+    trained = [parameter.shape for parameter in step.trainable_parameters(model).values()]
+    layers = [math.prod(shape) // usual for shape in trained if len(shape) == 2 and usual in shape]
+    narrowest = min((layer for layer in layers if layer > default), default=usual + 1)
+    lengths = {side for parameter in model.parameters() for side in parameter.shape if side != usual}
+    lengths |= {*others, len(trained)}
+    primes = filter(_is_prime, range(min(usual, narrowest - 1), 1, -1))
+    return next((prime for prime in primes if all(length % prime for length in lengths)), usual)
 
 
 def tape_of(

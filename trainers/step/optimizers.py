@@ -28,6 +28,10 @@ FOREACH: dict[str, StepFlags] = {"foreach": {"foreach": True}, "fused": {"fused"
 ALIGNMENT = 16
 """Alignment of weights in host RAM in bytes: enough for vector registers and for every dtype."""
 
+TRANSPOSING = frozenset({"muon"})
+"""Optimizers whose temporaries depend on which side of a matrix is longer: Muon transposes one that has more rows than
+columns (torch/optim/_muon.py, ``_zeropower_via_newtonschulz``)."""
+
 WAYS = ("foreach", "fused")
 """Settings of a torch parameter group that say how the optimizer steps."""
 

@@ -18,6 +18,9 @@ from trainers.memory import quantise, swap
 Fill = Callable[[str, torch.Tensor], None]
 """Fills a newly allocated weight, given its full name."""
 
+SPLITTER = "_splitter"
+"""Attribute of a parameter on ``meta``: a function that splits its filled allocation over the ranks, in place."""
+
 
 def place(
     model: nn.Module, profile: ModelProfile, strategy: Strategy, device: torch.device, fill: Fill | None = None
@@ -44,7 +47,8 @@ def materialise(
     """Allocates parameters that are still on ``meta`` on ``device``, module by module, and copies the buffers there.
 
     Parameters named in ``on_host`` end up in host RAM. Quantised weights and FSDP2's shards are made on the device, one
-    half-precision weight at a time, and moved to host RAM afterwards. Tied parameters stay tied.
+    half-precision weight at a time, and moved to host RAM afterwards. What has a `SPLITTER` is split as soon as it is
+    filled, so a GPU never holds two whole parameters. Tied parameters stay tied.
     """
     allocated: dict[nn.Parameter, nn.Parameter] = {}  # meta parameter -> its allocation; tied ones occur again
     for prefix, module in model.named_modules():
@@ -62,6 +66,8 @@ def materialise(
                     module._parameters[name] = _share_of(weight, parameter, waits)
                 else:
                     quantise.store(module, name, weight)
+                if splitter := getattr(parameter, SPLITTER, None):
+                    splitter(module._parameters[name])
                 if waits and packed:
                     quantise.to_host(module._parameters[name])
                 allocated[parameter] = module._parameters[name]
@@ -69,6 +75,13 @@ def materialise(
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_cpu:  # FSDP2 has already moved its buffers to the GPU
                 module._buffers[name] = buffer.to(device, copy=True)
+
+
+def split_when_filled(model: nn.Module, splitter: Callable[[nn.Parameter], None], dtype: torch.dtype) -> None:
+    """Lets `materialise` split the parameters of a model on ``meta`` one by one, each allocated in ``dtype``."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+        setattr(parameter, SPLITTER, splitter)
 
 
 def _is_split(parameter: nn.Parameter) -> bool:

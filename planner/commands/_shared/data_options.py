@@ -150,33 +150,33 @@ class AskedLength(NamedTuple):
         return found._replace(price=self.prices.get(plan.machine.gpu, self.prices.get("")))
 
 
-def asked_length(said: Mapping[str, Any], gpus: Sequence[str] = (), *, proposes: bool = False) -> AskedLength | None:
+def asked_length(options: Mapping[str, Any], gpus: Sequence[str] = (), *, proposes: bool = False) -> AskedLength | None:
     """The length in a command's options; None if none was given. ``gpus``: the cards that a price may name;
     ``proposes``: the data is used to propose shapes instead. Raises a VplanError for options that need a length, and
     for contradicting ones."""
-    if said["steps"] is None and said["epochs"] is None:
-        typed = [name for name in OPTIONS if said[name] not in (None, ()) and not name.startswith("validat")]
+    if options["steps"] is None and options["epochs"] is None:
+        typed = [name for name in OPTIONS if options[name] not in (None, ()) and not name.startswith("validat")]
         if typed:
             flag = typed[0].replace("_", "-")
             raise VplanError(f"--{flag} is about a whole job", f"say how long it is: {LENGTHS}", USAGE)
         for flag in ("data", "skip_bad") if not proposes else ():
-            if said[flag]:
+            if options[flag]:
                 fault = f"--{flag.replace('_', '-')} has no effect here"
                 raise VplanError(fault, f"say how long the job is: {LENGTHS}", USAGE)
         return None
-    if said["steps"] is not None and said["epochs"] is not None:
+    if options["steps"] is not None and options["epochs"] is not None:
         raise VplanError("both --steps and --epochs say how long it is", "leave one of them out", USAGE)
-    if said["epochs"] is not None and said["data"] is None:
+    if options["epochs"] is not None and options["data"] is None:
         raise VplanError("--epochs needs the data", "pass --data DIR, or --steps N", USAGE)
     length = JobLength(
-        steps=said["steps"],
-        epochs=said["epochs"],
-        checkpoint_every=said["checkpoint_every"] or JobLength().checkpoint_every,
-        validate_every=said["validate_every"],
-        validation_steps=said["validation_steps"],
+        steps=options["steps"],
+        epochs=options["epochs"],
+        checkpoint_every=options["checkpoint_every"] or JobLength().checkpoint_every,
+        validate_every=options["validate_every"],
+        validation_steps=options["validation_steps"],
     )
-    folders = _folders(said) if said["data"] is not None else ()
-    return AskedLength(length, _prices(said["price"], gpus), folders, skip_bad=said["skip_bad"])
+    folders = _folders(options) if options["data"] is not None else ()
+    return AskedLength(length, _prices(options["price"], gpus), folders, skip_bad=options["skip_bad"])
 
 
 def asked_steps(steps: int | None, prices: Sequence[str]) -> AskedLength | None:
@@ -188,10 +188,10 @@ def asked_steps(steps: int | None, prices: Sequence[str]) -> AskedLength | None:
     return None
 
 
-def refuse_of_ours(said: Mapping[str, Any], trainer: str, proposes: bool) -> None:
+def refuse_of_ours(options: Mapping[str, Any], trainer: str, proposes: bool) -> None:
     """Raises a VplanError for options about a whole job that only vplan's own trainer supports, or for proposed shapes.
     Steps and prices work with any trainer."""
-    typed = [name for name in ("data", *OPTIONS) if name not in ("steps", "price") and said[name] not in (None, ())]
+    typed = [name for name in ("data", *OPTIONS) if name not in ("steps", "price") and options[name] not in (None, ())]
     if typed or proposes:
         flag = "--buckets auto" if proposes else f"--{typed[0].replace('_', '-')}"
         raise VplanError(f"{flag} is about vplan's own trainer, and not {trainer}", "leave it out, or --for", USAGE)
@@ -223,10 +223,10 @@ def _prices(texts: Sequence[str], gpus: Sequence[str]) -> dict[str, float]:
     return prices
 
 
-def _folders(said: Mapping[str, Any]) -> tuple[DataSource, ...]:
+def _folders(options: Mapping[str, Any]) -> tuple[DataSource, ...]:
     from planner.dataset.sources import sources
 
-    return sources(Path(said["data"]).expanduser(), typed_settings(said))
+    return sources(Path(options["data"]).expanduser(), typed_settings(options))
 
 
 def _check_packages() -> None:
@@ -235,11 +235,13 @@ def _check_packages() -> None:
             raise VplanError(f"reading clips needs {package}", "install it: pip install 'vplan[train]'")
 
 
-def with_proposed_shapes(asked: TypedQuestion, said: Mapping[str, Any]) -> tuple[TypedQuestion, Mapping[Bucket, int]]:
+def with_proposed_shapes(
+    asked: TypedQuestion, options: Mapping[str, Any]
+) -> tuple[TypedQuestion, Mapping[Bucket, int]]:
     """The question with the shapes of the data if they were requested, and the most samples of each in a micro-batch.
     The shapes have at most the pixels of the typed resolution and the frames of `--frames`, by default the model's
     own."""
-    if not asked.wants_shapes or said["data"] is None:
+    if not asked.wants_shapes or options["data"] is None:
         return asked, {}
     if asked.model is None:
         raise VplanError("--buckets auto needs a single model", "pass --model", USAGE)
@@ -255,12 +257,12 @@ def with_proposed_shapes(asked: TypedQuestion, said: Mapping[str, Any]) -> tuple
     frames = asked.job.get("frames")
     longest = frames if isinstance(frames, int) else model.shape.max_frames
     unshaped = {name: value for name, value in asked.job.items() if name not in SHAPE | {"buckets"}}
-    scans = usable(_folders(said), model, job_for(model, unshaped))
+    scans = usable(_folders(options), model, job_for(model, unshaped))
     clips = [(clip, source) for source, found in scans for clip in found.clips]
     # Without any usable file there are no shapes; what is wrong with the files is reported below.
     shapes = propose(clips, model, height * width, longest) if clips else ()
     job = job_for(model, {**unshaped, "buckets": shapes} if shapes else unshaped)
-    drawn = _counted(_told(in_buckets(scans, model, job, skip_bad=said["skip_bad"])))
+    drawn = _counted(_told(in_buckets(scans, model, job, skip_bad=options["skip_bad"])))
     distinct = {shape.replace(batch_size=None): max(1, one.draws // one.most) for shape, one in drawn.items()}
     used = tuple(shape for shape in shapes if shape in distinct)
     return asked.with_shapes(used), distinct

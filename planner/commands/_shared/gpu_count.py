@@ -61,9 +61,9 @@ class TimeLimits(NamedTuple):
         return " ".join(f"{flag} {value:g}" for flag, value in said if value < math.inf)
 
 
-def asked_limits(said: dict[str, Any], length: AskedLength | None) -> TimeLimits | None:
+def asked_limits(options: dict[str, Any], length: AskedLength | None) -> TimeLimits | None:
     """Removes the limits from a command's options and returns them; None if there are none."""
-    hours, seconds = (said.pop(name) for name in LIMITS)
+    hours, seconds = (options.pop(name) for name in LIMITS)
     if hours is not None and length is None:
         raise VplanError("--max-hours is about a whole job", f"say how long it is: {LENGTHS}", USAGE)
     if hours is None and seconds is None:

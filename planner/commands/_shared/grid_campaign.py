@@ -187,10 +187,10 @@ def _failed(row: Mapping[str, Any]) -> bool:
     return isinstance(measured, dict) and measured.get("outcome") in FAULTS
 
 
-def _check_names(found: Sequence[Candidate]) -> None:
+def _check_names(candidates: Sequence[Candidate]) -> None:
     """Raises a VplanError for entries with the same plan, which would be measured once but counted twice."""
     titles: dict[str, str] = {}
-    for each in found:
+    for each in candidates:
         if each.name in titles:
             fault = f"two plans of the grid are the same: {titles[each.name]!r} and {each.entry.title!r}"
             raise VplanError(fault, "remove one of them")

@@ -158,7 +158,33 @@ def _reader(record: type[BaseModel], field: str) -> Callable[[str], Any]:
         lowest = max((found.ge for found in limits if hasattr(found, "ge")), default=0)
         highest = min((found.le for found in limits if hasattr(found, "le")), default=10**6)
         return functools.partial(parse_count, what=flag, at_least=lowest, at_most=highest)
+    if known := choices(record, field):
+        return functools.partial(_choice, field=field, known=known)
     return str.strip
+
+
+_OTHER_WORDS = {
+    ("method", "qlora"): "a LoRA over a base in 4 bits; --method lora --weights-dtype nf4",
+    ("method", "dora"): "a kind of adapter; --method lora --adapter dora",
+    ("method", "lokr"): "a kind of adapter; --method lora --adapter lokr",
+    ("method", "finetune"): "not the name of it here; --method full",
+    ("method", "fullfinetune"): "not the name of it here; --method full",
+}
+"""(field, a value that people type without its dashes) -> what it is, and what to type."""
+
+
+def _choice(text: str, field: str, known: tuple[str, ...]) -> str:
+    """A value of a closed list, as it is written there: `AdamW_8bit` is `adamw-8bit`. Others are refused when the
+    record is read. Raises a VplanError for a word that is said in two options here."""
+    key = _key(text)
+    if means := _OTHER_WORDS.get((field, key)):
+        what, _, fix = means.partition("; ")
+        raise VplanError(f"{field} {quoted(text)} is {what}", f"pass {fix}")
+    return next((value for value in known if _key(value) == key), text.strip())
+
+
+def _key(text: str) -> str:
+    return re.sub(r"[-_\s]", "", text.lower())
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -177,7 +203,13 @@ def _number(text: str, flag: str) -> float:
         raise VplanError(f"{flag} {quoted(text)} is not a number", "write one as 0.05") from None
 
 
+_SECONDS = re.compile(r"\d+(?:\.\d+)?\s*s(?:ec(?:ond)?s?)?", re.IGNORECASE)
+
+
 def _frames(text: str, flag: str) -> int | str:
+    if _SECONDS.fullmatch(text.strip()):
+        fix = "write the number of frames: seconds times the model's rate, and one (5 s at 16 a second: 81)"
+        raise VplanError(f"{flag} {quoted(text)} is a time", fix)
     return MAX if text.strip().lower() == MAX else parse_count(text, flag, at_most=MAX_FRAMES)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 from planner.catalog import card_lookup, lookup
 from planner.commands._shared.data_options import AskedLength, whole_job_of
@@ -20,27 +21,24 @@ from planner.spec.plan import Estimate
 from planner.units import format_gib
 
 
+@dataclass(frozen=True)
 class PlanTable:
-    """A table with one line per model or class of card, computed on several cores."""
+    """A table with one line per model or class of card, computed on several cores: each process has a table of its
+    own."""
 
-    def __init__(
-        self,
-        asked: TypedQuestion,
-        prefer: str,
-        allow_lossy: bool,
-        several: tuple[str, ...] = (),
-        length: AskedLength | None = None,
-        trainer: str = "",
-    ) -> None:
-        """``several``: the models to answer for, if the typed name matches more than one. ``trainer``: another trainer,
-        whose memory terms apply."""
-        self.asked = asked
-        self.several = several
-        self.prefer = prefer
-        self.allow_lossy = allow_lossy
-        self.length = length
-        self.trainer = trainer
-        self.suggester = Suggester(asked.trainer, prefer)
+    asked: TypedQuestion
+    prefer: str
+    allow_lossy: bool
+    several: tuple[str, ...] = ()
+    """the models to answer for, if the typed name matches more than one"""
+    length: AskedLength | None = None
+    trainer: str = ""
+    """another trainer, whose memory terms apply"""
+
+    @functools.cached_property
+    def suggester(self) -> Suggester:
+        """Of this process alone, so that a table can be sent to others before its first line."""
+        return Suggester(self.asked.trainer, self.prefer)
 
     def models(self) -> list[render_rows.TableRow]:
         """A line for every model that can train on clips of this length."""
@@ -48,7 +46,7 @@ class PlanTable:
         known = lookup.model_names()
         names = self.several or [name for name in known if images_too or lookup.model(name).kind == "video"]
         rows, refusals = [], []
-        for name, found in zip(names, spread(_row_maker, self._typed, names, "models"), strict=True):
+        for name, found in zip(names, spread(_row_maker, (self,), names, "models"), strict=True):
             if isinstance(found, VplanError):
                 refusals.append(found)
                 found = render_rows.TableRow(name, None, found.message, 0)
@@ -60,15 +58,11 @@ class PlanTable:
     def classes(self) -> list[render_rows.TableRow]:
         """A line for every class of card."""
         rows = []
-        for found in spread(_row_maker, self._typed, [group.name for group in card_lookup.gpu_classes()], "cards"):
+        for found in spread(_row_maker, (self,), [group.name for group in card_lookup.gpu_classes()], "cards"):
             if isinstance(found, VplanError):
                 raise found
             rows.append(found)
         return rows
-
-    @property
-    def _typed(self) -> tuple[TypedQuestion, str, bool, tuple[str, ...], AskedLength | None, str]:
-        return self.asked, self.prefer, self.allow_lossy, self.several, self.length, self.trainer
 
     def row(self, name: str) -> render_rows.TableRow | VplanError:
         """The line for one model, or for the typed model on one class of card; or the reason why there is no plan."""
@@ -118,8 +112,8 @@ class PlanTable:
         return render_rows.TableRow(name, plan, "", 0, whole)
 
 
-def _row_maker(*typed: Any) -> Callable[[str], render_rows.TableRow | VplanError]:
-    return PlanTable(*typed).row
+def _row_maker(table: PlanTable) -> Callable[[str], render_rows.TableRow | VplanError]:
+    return table.row
 
 
 def whole_job_found(length: AskedLength | None, suggester: Suggester, plan: Estimate) -> WholeJob | None:

@@ -288,28 +288,49 @@ FIELDS = frozenset({"images", "resolution", "zero_stage"}.union(*(record.model_f
 def question_of(values: Mapping[str, Any], *, own_card: bool = False) -> dict[str, Any]:
     """A command's values with `asked` in place of those that belong to the question. ``own_card``: without ``gpu`` the
     question is about this machine's card, if it has one."""
-    asked = _asked(values["target"], values["plan_path"], dict(values), own_card)
+    asked = _typed_question(values["target"], values["plan_path"], dict(values), own_card)
     own = FIELDS | {"target", "plan_path"}
     return {"asked": asked, **{name: value for name, value in values.items() if name not in own}}
 
 
-def _asked(target: str | None, plan_path: str | None, values: dict[str, Any], own_card: bool) -> TypedQuestion:
+def _typed_question(target: str | None, plan_path: str | None, values: dict[str, Any], own_card: bool) -> TypedQuestion:
     """Sorts the typed flags into the three records, on top of those in the plan file."""
     typed = {name: value for name, value in values.items() if name in FIELDS and value is not None}
     if target and target.endswith(".toml"):
         plan_path = _once(plan_path, target, "the plan")
     elif target is not None:  # an empty one comes from an unset shell variable; it must not mean every model
         typed["model"] = _once(typed.get("model"), target, "the model")
+    _write_out_shorthands(typed)
+    resolution = typed.pop("resolution", None)
+    if "height" in typed or "width" in typed:
+        _check_size(typed, resolution)
+    plan = read_plan(plan_path) if plan_path else None
+    records = _on_top_of_plan(plan, typed)
+    here = _card_here(typed, records["machine"], own_card)
+    fixed = frozenset(typed) | ({"height", "width"} if resolution else frozenset())
+    return TypedQuestion(
+        job=records["job"],
+        strategy=records["strategy"],
+        machine=records["machine"],
+        resolution=resolution,
+        typed=fixed,
+        plan=plan,
+        here=here,
+    )
+
+
+def _write_out_shorthands(typed: dict[str, Any]) -> None:
+    """Replaces `--images` and `--zero-stage` by the fields that they stand for."""
     if typed.pop("images", False) and typed.setdefault("frames", 1) != 1:
         raise VplanError(f"--images are of 1 frame, not {typed['frames']}", "leave out --frames", USAGE)
     if "zero_stage" in typed:
         number = typed.pop("zero_stage")
         stage = f"zero-{number}" if number else "ddp" if _several(typed) else "none"
         typed["sharding"] = _once(typed.get("sharding"), stage, "the sharding")
-    resolution = typed.pop("resolution", None)
-    if "height" in typed or "width" in typed:
-        _check_size(typed, resolution)
-    plan = read_plan(plan_path) if plan_path else None
+
+
+def _on_top_of_plan(plan: Plan | None, typed: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The fields of each record: the plan's, and over them the typed ones."""
     records = {}
     for name, record in _RECORDS.items():
         planned = getattr(plan, name) if plan else None
@@ -321,25 +342,24 @@ def _asked(target: str | None, plan_path: str | None, values: dict[str, Any], ow
         # Another card means another computer: the plan's values for these applied to its own.
         for field in {"host_ram", "unified", "torch"} - typed.keys():
             records["machine"].pop(field, None)
-    here = None
-    if str(typed.get("gpu", "")).lower() == ALL:
-        del typed["gpu"], records["machine"]["gpu"]
-    elif str(typed.get("gpu", "")).lower() == AUTO or (own_card and "gpu" not in records["machine"] and _has_card()):
-        from planner.evidence.this_machine import card_here  # loads NVML, which no other question needs
+    return records
 
-        here = card_here(Machine(gpu=AUTO, **{name: typed[name] for name in typed.keys() & {"reserve", "torch"}}))
-        records["machine"] |= {"gpu": here.card.name, "reserve": here.reserve_bytes}
-        records["machine"] = {"host_ram": here.host_ram, "torch": here.torch, **records["machine"]}
-    fixed = frozenset(typed) | ({"height", "width"} if resolution else frozenset())
-    return TypedQuestion(
-        job=records["job"],
-        strategy=records["strategy"],
-        machine=records["machine"],
-        resolution=resolution,
-        typed=fixed,
-        plan=plan,
-        here=here,
-    )
+
+def _card_here(typed: dict[str, Any], machine: dict[str, Any], own_card: bool) -> CardHere | None:
+    """This machine's card, if the question is about it; then it is put into the fields of ``machine``. `--gpu all`
+    takes the card out of both. ``own_card``: as in `question_of`."""
+    if str(typed.get("gpu", "")).lower() == ALL:
+        del typed["gpu"], machine["gpu"]
+        return None
+    if str(typed.get("gpu", "")).lower() != AUTO and not (own_card and "gpu" not in machine and _has_card()):
+        return None
+    from planner.evidence.this_machine import card_here  # loads NVML, which no other question needs
+
+    here = card_here(Machine(gpu=AUTO, **{name: typed[name] for name in typed.keys() & {"reserve", "torch"}}))
+    machine |= {"gpu": here.card.name, "reserve": here.reserve_bytes}
+    for field, value in (("host_ram", here.host_ram), ("torch", here.torch)):
+        machine.setdefault(field, value)
+    return here
 
 
 def _has_card() -> bool:

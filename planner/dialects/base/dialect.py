@@ -154,6 +154,8 @@ class Dialect:
     """settings, given or missing, that its own code ends the run for before the first step, and why"""
     version: Callable[[Settings, Fields], str] = field(default=lambda settings, fields: "")
     """which of the trainer's terms `BY_VERSION` these settings mean; empty: those of what is written"""
+    captures: Callable[[Settings], bool] = field(default=lambda settings: False)
+    """whether these settings have torch capture parts of a step as CUDA graphs, which keep what they make"""
     user_loop: bool = False
     """whether the training loop is the user's: fields without a binding are then his to set, and not at our defaults"""
     drops_inputs: bool = True

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from planner.dialects.base.pasted import as_posix, notebook_commands
-from planner.dialects.base.shell import Line, Variables, commands, join_continued_lines
+from planner.dialects.base.pasted import as_posix, commands_alone, is_of_windows, notebook_commands
+from planner.dialects.base.shell import Line, UnclosedError, Variables, commands, join_continued_lines
 from planner.dialects.base.wrappers import UnclearError, inner_command, unwrapped
 from planner.errors import VplanError, quoted
 from planner.untrusted import FORMATS, not_parsed, read_document, read_text
@@ -150,6 +150,10 @@ class Script:
     folder: Path | None = None
     """where the file lies"""
     notes: tuple[str, ...] = ()
+    windows: bool = False
+    """whether it is written for Windows itself"""
+    slurm_gpus: str = ""
+    """what it asks Slurm for as a job, with the number: 4xa100"""
     supplied: tuple[Path, ...] = ()
     """files that were given beside it: each stands for the one of that name that the script names, wherever it lies"""
     named: dict[str, Path | None] = field(default_factory=dict, compare=False)
@@ -212,7 +216,7 @@ def from_words(words: Sequence[str]) -> Script:
     if inner_command(unwrapped(words, {})[0]) is not None:
         return _from_text("the command", shlex.join(words), None)
     program = _program(tuple(words), {}) or PythonCommand("", {}, words[0], tuple(words[1:]))
-    return Script("the command", (program,))
+    return Script("the command", (program,), windows=is_of_windows(" ".join(words)))
 
 
 def from_file(path: Path) -> Script:
@@ -220,7 +224,8 @@ def from_file(path: Path) -> Script:
     suffix = path.suffix.lower()
     folder = path.resolve().parent
     if suffix in FORMATS:
-        return Script(path.name, config=read_document(path), folder=folder)
+        document = read_document(path)
+        return Script(path.name, config=document, folder=folder, windows=is_of_windows(_strings(document)))
     text = read_text(path)
     if suffix == ".py":
         return Script(path.name, tree=_tree(text, path.name), folder=folder)
@@ -229,8 +234,44 @@ def from_file(path: Path) -> Script:
     return _from_text(path.name, text, folder)
 
 
+def _strings(value: object) -> str:
+    """All strings of a document, a line each."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return "\n".join(map(_strings, value)) if isinstance(value, list) else value if isinstance(value, str) else ""
+
+
 def _from_text(name: str, text: str, folder: Path | None) -> Script:
+    windows, slurm_gpus = is_of_windows(text), _slurm_gpus(text)
     text, loose = join_continued_lines(as_posix(text))
+    try:
+        script = _of_commands(name, text)
+    except (UnclosedError, NoCommandError):
+        alone = "" if OUT_OF_MEMORY in text else commands_alone(text)
+        if not alone:
+            raise
+        script = _of_commands(name, alone)
+        script = replace(script, notes=("a command among other text: the text is left out", *script.notes))
+    notes = (*((ENDED,) if loose else ()), *script.notes)
+    return replace(script, folder=folder, windows=windows, slurm_gpus=slurm_gpus, notes=notes)
+
+
+_SLURM = re.compile(
+    r"^#SBATCH\s+(?:.*\s)?--(?:gres[= ]gpu:|gpus(?:-per-node)?[= ])([a-z][\w.-]*)(?::(\d+))?",
+    re.MULTILINE | re.IGNORECASE,
+)
+
+
+def _slurm_gpus(text: str) -> str:
+    match = _SLURM.search(text)
+    return f"{match[2] or 1}x{match[1]}" if match else ""
+
+
+ENDED = "lines that begin with -- are read with the command above; a shell needs a \\ at the end of the line before"
+
+
+def _of_commands(name: str, text: str) -> Script:
+    """The programs that a text's commands start. Raises a NoCommandError if they start none."""
     lines, variables = commands(text)
     unclear: list[UnclearError] = []
     lines = list(_unfolded(lines, variables, unclear))
@@ -253,12 +294,20 @@ def _from_text(name: str, text: str, folder: Path | None) -> Script:
         if OUT_OF_MEMORY in text:
             fix = f"a log with PyTorch's out-of-memory message is explained by `vplan check --error {name}`"
         raise NoCommandError(f"{quoted(name)} starts no Python script", fix)
-    names = {used for program in programs for used in variables.unset if f"${used}" in " ".join(program.arguments)}
-    unset = f"${', $'.join(sorted(names))} not assigned in {name}: taken as written" if names else ""
-    ends = "lines that begin with -- are read with the command above; a shell needs a \\ before them" if loose else ""
+    return Script(name, tuple(programs), notes=tuple(_notes(name, lines, programs, variables)))
+
+
+def _notes(name: str, lines: Iterable[Line], programs: Iterable[PythonCommand], variables: Variables) -> Iterator[str]:
+    said = " ".join(word for program in programs for word in program.arguments)
+    names = {used for used in variables.unset if f"${used}" in said or f"${{{used}}}" in said}
+    if names:
+        yield f"${', $'.join(sorted(names))} not assigned in {name}: taken as written"
+    cut = " ".join(" ".join(line.words) for line in lines if line.words[0].startswith("--"))
+    if cut:
+        yield f"left out, as a shell ends the command at the comment above it: {quoted(cut, 100)}"
     loops = ", ".join(f"the first of {count} values of ${each}" for each, count in variables.loops.items())
-    loops = f"of its loops one run is read, with {loops}" if loops else ""
-    return Script(name, tuple(programs), folder=folder, notes=tuple(filter(None, (unset, ends, loops))))
+    if loops:
+        yield f"of its loops one run is read, with {loops}"
 
 
 def _unfolded(

@@ -30,12 +30,18 @@ _PLACEHOLDER = re.compile(
 )
 """What is quoted and comments, which are passed over; else group 1, `<path_to_model>`, which a shell takes for two
 redirections."""
+_PART = re.compile(r"(?:\$\((?:[^()]|\([^()]*\))*\)|\S)+")
+"""One of the words that an unquoted variable's value is split into: what only a shell could say is one."""
 ARGUMENTS = frozenset({"$@", "$*", "${@}", "${*}"})
 """Words for what a script is given, which is nothing."""
 _ASSIGNS = frozenset({"export", "declare", "typeset", "local", "readonly"})
 
 _KEYWORDS = frozenset({"if", "then", "else", "elif", "fi", "do", "done", "while", "until", "{", "}", "!", "time"})
 _BETWEEN = frozenset({";", "\n", "&", "|", "&&", "||", ";;"})
+
+
+class UnclosedError(VplanError):
+    """Raised for a quote or a bracket that is never closed."""
 
 
 class Piece(NamedTuple):
@@ -129,7 +135,6 @@ def _is_false(words: list[Word], variables: Variables) -> bool:
 _CONTINUED = re.compile(r"[ \t][\^`][ \t]*\n")
 """How cmd.exe and PowerShell go on in the next line."""
 
-
 _ARRAY = re.compile(r"\w\+?=\([^)]*$")
 """The first of an array's lines, which a shell reads to its bracket without a backslash."""
 
@@ -141,11 +146,23 @@ def join_continued_lines(text: str) -> tuple[str, bool]:
     lines = text.split("\n")
     joins = array = False
     for at in range(1, len(lines)):
-        before, line = lines[at - 1].rstrip(), lines[at].lstrip()
+        before, line = lines[at - 1], lines[at].lstrip()
         array = ")" not in before and (array or bool(_ARRAY.search(before)))
-        if re.match("--[a-z]", line) and before and not before.endswith("\\") and not before.lstrip().startswith("#"):
-            lines[at - 1], joins = f"{before} \\", joins or not array
+        if not re.match("--[a-z]", line) or not before.strip() or before.lstrip().startswith("#"):
+            continue
+        if not before.endswith("\\"):
+            lines[at - 1], joins = f"{_without_comment(before)} \\", joins or not array
     return "\n".join(lines), joins
+
+
+def _without_comment(line: str) -> str:
+    """A line without the comment at its end and the mark before it that was to continue the line."""
+    for found in re.finditer(r"[ \t]#", line):
+        before = line[: found.start()]
+        if before.count('"') % 2 == before.count("'") % 2 == 0:
+            line = before
+            break
+    return re.sub(r"[ \t]+[\^`\\]$", "", line.rstrip())
 
 
 def _without_here_documents(text: str) -> str:
@@ -253,7 +270,7 @@ def _expand(word: Word, variables: Variables, split: bool = True) -> list[str]:
             at = use.end()
             values = _value(use, variables)
             if not piece.quote and split:
-                values = [part for value in values for part in value.split()]
+                values = [part for value in values for part in _PART.findall(value)]
             if use[3] is None and piece.quote:
                 values = [" ".join(values)]
             if values:
@@ -341,7 +358,7 @@ def _quoted(text: str, at: int) -> tuple[str, int]:
         inside += text[at]
         at += 1
     line = text.count("\n", 0, start) + 1
-    raise VplanError(f"the quote {quote} in line {line} is never closed", "close it, or leave it out")
+    raise UnclosedError(f"the quote {quote} in line {line} is never closed", "close it, or leave it out")
 
 
 def _closed(text: str, at: int) -> int:
@@ -359,7 +376,7 @@ def _closed(text: str, at: int) -> int:
         if not depth:
             return at
     line = text.count("\n", 0, start) + 1
-    raise VplanError(f"the bracket ( in line {line} is never closed", "close it, or leave it out")
+    raise UnclosedError(f"the bracket ( in line {line} is never closed", "close it, or leave it out")
 
 
 def _line_end(text: str, at: int) -> int:

@@ -16,7 +16,7 @@ from planner.dialects.base.dialect import MAY_NEED_LESS, Dialect, Invocation, Mo
 from planner.dialects.base.launchers import engine, half_precision, launch_settings
 from planner.dialects.base.script import Script
 from planner.errors import VplanError
-from planner.layout.trainer_terms.diffusers import FACTORY
+from planner.layout.trainer_terms.diffusers.sample_terms import FACTORY
 from planner.spec.rules import DEEPSPEED
 
 AT = "cogvideox-factory 223add1 training/cogvideox"

@@ -28,8 +28,10 @@ from planner.dialects.diffusers.bitsandbytes import BASE, BNB, DOUBLE, quantised
 from planner.dialects.diffusers.deepspeed import MOVES, deepspeed, deepspeed_notes
 from planner.dialects.diffusers.models import AT, DREAMBOOTH, READ_TOO, SCRIPTS
 from planner.dialects.diffusers.prompt_length import PROMPT_LENGTH
+from planner.dialects.diffusers.sample_shape import read_samples, write_samples
 from planner.dialects.diffusers.script_checks import stops
-from planner.layout.trainer_terms.diffusers import IN_LOOP, PARTS, PRIOR, REMOTE, SCALES_IN_FP32, WHOLE_TEXT_ENCODER
+from planner.layout.trainer_terms.diffusers import PARTS, PRIOR, REMOTE, SCALES_IN_FP32, WHOLE_TEXT_ENCODER
+from planner.layout.trainer_terms.diffusers.sample_terms import IN_LOOP
 from planner.spec.job import QUANTISED, SPLIT
 from planner.spec.plan import Plan
 
@@ -322,30 +324,12 @@ def _write_ema(fields: Fields) -> Settings:
     return rows[where]
 
 
-IN_TURNS = tuple(f"train_dreambooth_lora_{name}.py" for name in ("flux2", "flux2_klein", "z_image"))
-"""Scripts whose ``log_validation`` calls ``enable_model_cpu_offload``; others call ``pipeline.to(device)``."""
-
-
-def _sampling(script: str) -> str:
-    """How a script samples: its pipeline is on the GPU whole, or each of its models in turn."""
-    return "offload" if script.endswith(IN_TURNS) else "on"
-
-
 def _validation(settings: Settings) -> Fields:
-    prompts = settings.get("--validation_prompt") or settings.get("--validation_prompts")
-    return {"validation_mode": _sampling(str(settings["script"])) if prompts else "off"}
+    return read_samples(settings, _job(settings), _is_video(settings))
 
 
 def _write_validation(fields: Fields) -> Settings:
-    mode, way = fields["validation_mode"], _sampling(_script(fields))
-    if mode == "off":
-        return {}
-    if mode != way:
-        why = "its pipeline is put on the GPU whole" if way == "on" else "its pipeline offloads each of its models"
-        raise InexpressibleError(UnsupportedValue("validation_mode", mode, way, why))
-    flag, prompt = "--validation_prompt", "a cat walks"
-    plural = _script(fields).endswith("train_text_to_image.py")
-    return {"--validation_prompts": [prompt]} if plural else {flag: prompt}
+    return write_samples(fields, _script(fields))
 
 
 def _text_encoder_dtype(settings: Settings) -> Fields:
@@ -385,6 +369,9 @@ def _write_vae_dtype(fields: Fields) -> Settings:
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     if "--train_batch_size" not in settings:
         yield f"{fields['batch_size']} samples per step and GPU, the default of --train_batch_size"
+    if shape := fields.get("validation"):
+        size = f"{shape['width']}x{shape['height']}"
+        yield f"samples are {size}, the pipeline's own size, whatever --resolution says ({AT})"
     if settings.get(ELSEWHERE):
         yield f"prompts are encoded on another machine, and no text encoder is loaded here ({AT})"
     elif fields["text_encoder"] == "cached" and "text_to_image" in str(settings["script"]):
@@ -492,11 +479,14 @@ DIALECT = Dialect(
         _switch("vae_tiling", "--enable_tiling"),
         _switch("vae_slicing", "--enable_slicing"),
         FunctionPair(
-            ("validation_mode",),
+            ("validation_mode", "validation"),
             ("--validation_prompt", "--validation_prompts"),
             _validation,
             _write_validation,
-            {"validation_mode": "off, on (FLUX.2 and Z-Image: offload)"},
+            {
+                "validation_mode": "off, on (FLUX.2 and Z-Image: offload)",
+                "validation": "an image of the model's default size (CogVideoX: as it trains)",
+            },
         ),
         engine(
             _plain,
@@ -525,7 +515,7 @@ DIALECT = Dialect(
             _write_text_encoder_dtype,
             {"text_encoder_dtype": "bf16; fp32 where it is trained, or without mixed precision"},
         ),
-        *our_defaults("validation", "compute_dtype", "checkpointed_blocks", "swap_blocks"),
+        *our_defaults("compute_dtype", "checkpointed_blocks", "swap_blocks"),
         FunctionPair(
             ("vae_dtype",),
             ("--pretrained_vae_model_name_or_path",),

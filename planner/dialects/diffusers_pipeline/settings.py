@@ -78,20 +78,20 @@ class _Reader(ast.NodeVisitor):
             self._note_component(owner, node, arguments)
         elif method in ("apply_group_offloading", "enable_group_offload"):
             part = _dotted(node.args[0]).rpartition(".")[2] if method.startswith("apply") and node.args else owner
-            self._grouped(part, arguments)
+            self._note_group_offload(part, arguments)
         elif method in ("enable_model_cpu_offload", "enable_sequential_cpu_offload"):
             self.settings[f"{CODE}{method}"] = True
         elif method in ("enable_tiling", "enable_vae_tiling", "enable_slicing", "enable_vae_slicing"):
             self.settings[f"{CODE}vae.enable_{method.rpartition('_')[2]}"] = True
-        elif (
-            method == "to" and self.components.get(name.partition(".")[0], "").endswith("Pipeline") and len(owners) == 1
-        ):
+        elif method == "to" and len(owners) == 1 and self._is_pipeline(owner):
             if any("cuda" in str(self.value(word)) for word in node.args):
                 self.settings[f"{CODE}to_cuda"] = True
-        elif name in self.components and self.components[name].endswith("Pipeline"):
-            self.settings |= {
-                f"{CODE}{key}": arguments[key] for key in SHAPE if isinstance(arguments.get(key), int | float)
-            }
+        elif self._is_pipeline(name):
+            shape = {key: arguments[key] for key in SHAPE if isinstance(arguments.get(key), int | float)}
+            self.settings |= {f"{CODE}{key}": value for key, value in shape.items()}
+
+    def _is_pipeline(self, variable: str) -> bool:
+        return self.components.get(variable, "").endswith("Pipeline")
 
     def _note_component(self, owner: str, node: ast.Call, arguments: dict[str, Any]) -> None:
         source = self.value(node.args[0]) if node.args else arguments.get("pretrained_model_name_or_path")
@@ -102,11 +102,11 @@ class _Reader(ast.NodeVisitor):
             self.settings[f"{CODE}from_pretrained"] = source or "?"
             self.settings[f"{CODE}torch_dtype"] = dtype or "fp32"
 
-    def _grouped(self, part: str, arguments: dict[str, Any]) -> None:
+    def _note_group_offload(self, part: str, arguments: dict[str, Any]) -> None:
         kind = {"block_level": "block", "leaf_level": "leaf"}.get(
             str(arguments.get("offload_type", "block_level")), "block"
         )
-        if part in ("pipe", "pipeline") or self.components.get(part, "").endswith("Pipeline"):
+        if part in ("pipe", "pipeline") or self._is_pipeline(part):
             part = "transformer"
         self.settings[f"{CODE}{part}.offload"] = kind
         for word in ("use_stream", "record_stream", "low_cpu_mem_usage", "num_blocks_per_group"):

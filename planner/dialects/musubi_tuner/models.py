@@ -98,9 +98,7 @@ def model_of(settings: Settings) -> Fields:
     candidates = candidates_of(settings)
     name_given = settings.get("model") or find_model(settings.get("--dit"))
     if not candidates:
-        words = settings.get("--task") or settings.get("--model_version") or settings.get("script")
-        fix = "supported: " + ", ".join(FAMILIES)
-        raise VplanError(f"which model {quoted(words)} trains is not known here", fix)
+        raise _unknown(settings)
     model = name_given if name_given in candidates else candidates[0]
     fields: Fields = {"model": model, "experts": None, "inactive_expert": "absent"}
     if lookup.model(model).experts > 1:
@@ -109,6 +107,24 @@ def model_of(settings: Settings) -> Fields:
             fields["experts"] = "both"
             fields["inactive_expert"] = "cpu" if settings.get("--offload_inactive_dit") else "gpu"
     return fields
+
+
+def _unknown(settings: Settings) -> VplanError:
+    """The refusal of a command whose model is not known."""
+    tasks = [
+        words["--task"]
+        for family, words in FAMILIES.values()
+        if is_script_of(family, settings) and words.get("--task") is not None
+    ]
+    if tasks and not settings.get("--task"):
+        # The parser then takes t2v-14B (wan_train_network.py), also beside a file of another model.
+        fault = "no --task: which model this script trains is not said"
+        return VplanError(fault, "add the one that the file of --dit is of: " + ", ".join(dict.fromkeys(tasks)))
+    if tasks:
+        fault = f"--task {quoted(settings['--task'])} is none that is estimated"
+        return VplanError(fault, "estimated: " + ", ".join(dict.fromkeys(tasks)))
+    words = settings.get("--model_version") or settings.get("script")
+    return VplanError(f"which model {quoted(words)} trains is not known here", "supported: " + ", ".join(FAMILIES))
 
 
 def write_model(fields: Fields) -> Settings:

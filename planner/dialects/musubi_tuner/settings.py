@@ -393,6 +393,11 @@ def stops(settings: Settings) -> Iterator[Remark]:
     """What it ends the run for before the first step (training/trainer_base.py): the flag, and why."""
     if settings.get("--fp8_scaled") and not settings.get("--fp8_base"):
         yield Remark("--fp8_scaled", f"refused without --fp8_base ({AT} training/trainer_base.py)")
+    for name in ("--dit", "--dit_high_noise"):
+        if str(settings.get(name, "")).lower().endswith(".gguf"):
+            yield Remark(
+                name, "a .gguf file, and only safetensors are read (musubi-tuner 4fcc570 utils/safetensors_utils.py)"
+            )
     if not any(settings.get(word) for word in ATTENTION):
         others = f"{', '.join(ATTENTION[1:-1])} or {ATTENTION[-1]}"
         yield Remark(ATTENTION[0], f"missing, and so is {others}: estimated with it ({AT} training/trainer_base.py)")

@@ -6,11 +6,10 @@ from planner.catalog.profiles import ModelProfile
 from planner.dialects.base import lycoris
 from planner.dialects.base.bindings import Fields, Settings
 from planner.dialects.base.values import integer
+from planner.dialects.onetrainer.train_config import CONFIG
 from planner.errors import VplanError, quoted
 from planner.layout.adapters import LinearLayer, layers_of
 from planner.layout.trainer_terms.onetrainer import LOHA, LOKR
-
-CONFIG = "config:"
 
 
 def refuse_unpriced_adapters(settings: Settings, profile: ModelProfile) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -125,6 +125,31 @@ def shared_notes(fields: Fields) -> Iterator[str]:
         batch = fields["batch_size"]
         each = [f"{one.height}x{one.width} at batch {one.batch_size or batch}" for one in fields["buckets"]]
         yield f"datasets of {', '.join(each)}: the one that needs most is priced"
+
+
+def resident_notes(fields: Fields, encoders: str) -> Iterator[str]:
+    """Says what stays on the GPU because it is not cached. ``encoders``: the script's text encoders, in words."""
+    parts = ((encoders, "text_encoder"), ("the VAE", "vae"))
+    resident = [name for name, field in parts if fields[field] == "resident"]
+    if resident:
+        names = " and ".join(resident)
+        yield f"{names} {'stay' if ' and ' in names else 'stays'} on the GPU: not cached"
+
+
+def highvram_remarks(settings: Settings, like: str = "") -> Iterator[Remark]:
+    """``--highvram`` changes nothing of a training step. ``like``: what it changes as little with, in words."""
+    if settings.get("--highvram"):
+        why = f"it only keeps the cache while latents are cached: training needs the same{like}"
+        yield Remark("--highvram", why)
+
+
+def write_model(fields: Fields, files: Mapping[str, str], why: str) -> Settings:
+    """The flag that names the file of a plan's model. ``files``: of the models that a script trains, the first in place
+    of any other. Raises an InexpressibleError with ``why`` for another."""
+    model = fields["model"]
+    if model not in files:
+        raise InexpressibleError(UnsupportedValue("model", model, next(iter(files)), why))
+    return {"--pretrained_model_name_or_path": files[model]}
 
 
 def write_size(fields: Fields) -> Settings:

@@ -18,16 +18,26 @@ SAVES_SHARES = f"under stage 3 its file has what one GPU has of the weights, mos
 def engine(settings: Settings) -> Fields:
     """Weights are loaded in the mixed precision's format and stay so in full training; adapters are fp32 unless all is
     asked for in 16 bits; --fp8_base is for a frozen base. ZeRO by its own flags."""
-    half = half_precision(settings)
     fp8 = settings.get("--fp8_base") or settings.get("--fp8_base_unet")
     lora = str(settings.get("script")).endswith(LORA)
-    sixteen = settings.get("--full_bf16") or settings.get("--full_fp16")
-    fields = {
-        "weights_dtype": "fp8" if fp8 and lora else half,
-        "adapter_dtype": half if sixteen else "fp32",
+    return formats(settings, "fp8" if fp8 and lora else half_precision(settings))
+
+
+def is_16_bits(settings: Settings) -> bool:
+    """Whether all that is trained is in the mixed precision's 16 bits."""
+    return half_precision(settings) != "fp32" and bool(settings.get("--full_bf16") or settings.get("--full_fp16"))
+
+
+def formats(settings: Settings, weights: str) -> Fields:
+    """Number formats and engine: the mixed precision is autocast's, and adapters are fp32 unless all that is trained is
+    in 16 bits (train_network.py ``train``). ``weights``: the base's format, which is each script's own."""
+    half = half_precision(settings)
+    precision = {
+        "weights_dtype": weights,
+        "adapter_dtype": half if is_16_bits(settings) else "fp32",
         "autocast": half if half != "fp32" else "none",
     }
-    return fields | sharded(settings)
+    return precision | sharded(settings)
 
 
 def sharded(settings: Settings) -> Fields:

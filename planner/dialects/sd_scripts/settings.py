@@ -32,11 +32,14 @@ from planner.dialects.base.values import integer
 from planner.dialects.sd_scripts import kohya_ss, network_module
 from planner.dialects.sd_scripts.common import (
     cached,
+    highvram_remarks,
     names,
     read_command,
     read_config,
     refuse_images_at_once,
+    resident_notes,
     shared_notes,
+    write_model,
 )
 from planner.dialects.sd_scripts.engine import AT, FULL, LORA, blocks_to_swap, engine, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
@@ -111,10 +114,8 @@ def _model(settings: Settings) -> Fields:
 
 
 def _write_model(fields: Fields) -> Settings:
-    if fields["model"] not in MODELS:
-        why = "its scripts are written for FLUX.1, HunyuanImage 2.1, SDXL, SD 1.5, SD 3 and 3.5"
-        raise InexpressibleError(UnsupportedValue("model", fields["model"], "flux.1-dev", why))
-    return {"--pretrained_model_name_or_path": MODELS[fields["model"]]}
+    why = "its scripts are written for FLUX.1, HunyuanImage 2.1, SDXL, SD 1.5, SD 3 and 3.5"
+    return write_model(fields, MODELS, why)
 
 
 def _is_full(settings: Settings) -> bool:
@@ -163,11 +164,7 @@ def _write_text_tokens(fields: Fields) -> Settings:
 
 
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
-    if settings.get("--highvram"):
-        yield Remark(
-            "--highvram",
-            "it only keeps the cache while latents are cached: training needs the same, as with --xformers",
-        )
+    yield from highvram_remarks(settings, ", as with --xformers")
     if settings.get("--xformers"):
         yield Remark("--xformers", "FLUX has no xformers path here: its attention is torch's sdpa either way")
     if settings.get("--vae_batch_size") and not settings.get("--cache_latents"):
@@ -185,9 +182,7 @@ TRAINED_TOO = {"flux.1-dev": "CLIP-L, which stays on the GPU for them,", "lumina
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     encoders = "T5-XXL and CLIP-L" if "--model_type" not in settings else "the text encoder"
-    resident = [name for name, field in ((encoders, "text_encoder"), ("the VAE", "vae")) if fields[field] == "resident"]
-    if resident:
-        yield f"{' and '.join(resident)} stay on the GPU: not cached"
+    yield from resident_notes(fields, encoders)
     if fields["method"] == "full" and fields["weights_dtype"] in ("bf16", "fp16"):
         parts = f"weights, gradients and {fields['optimizer']} states"
         yield f"{parts} are in the mixed precision's format, {fields['weights_dtype']} ({AT} flux_train.py)"

@@ -27,13 +27,16 @@ from planner.dialects.base.script import Script
 from planner.dialects.sd_scripts import network_module
 from planner.dialects.sd_scripts.common import (
     cached,
+    highvram_remarks,
     names,
     read_command,
     read_config,
     refuse_images_at_once,
+    resident_notes,
     shared_notes,
+    write_model,
 )
-from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
+from planner.dialects.sd_scripts.engine import AT, formats, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
 from planner.dialects.sd_scripts.refusals import stops
 from planner.dialects.sd_scripts.shared_bindings import (
@@ -76,22 +79,13 @@ def _model(settings: Settings) -> Fields:
 
 
 def _write_model(fields: Fields) -> Settings:
-    if fields["model"] != MODEL:
-        raise InexpressibleError(UnsupportedValue("model", fields["model"], MODEL, "this script trains one model"))
-    return {"--pretrained_model_name_or_path": FILE}
+    return write_model(fields, {MODEL: FILE}, "this script trains one model")
 
 
 def _formats(settings: Settings) -> Fields:
     """The base is cast to the mixed precision's format unless it is scaled to fp8; adapters are fp32
     (``load_unet_lazily``, train_network.py ``train``)."""
-    half = half_precision(settings)
-    sixteen = half != "fp32" and (settings.get("--full_bf16") or settings.get("--full_fp16"))
-    fields = {
-        "weights_dtype": "fp8" if settings.get("--fp8_scaled") else half,
-        "adapter_dtype": half if sixteen else "fp32",
-        "autocast": half if half != "fp32" else "none",
-    }
-    return fields | sharded(settings)
+    return formats(settings, "fp8" if settings.get("--fp8_scaled") else half_precision(settings))
 
 
 def _write_formats(fields: Fields) -> Settings:
@@ -119,20 +113,13 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
     for name in ("--fp8_base", "--fp8_base_unet"):
         if settings.get(name):
             yield Remark(name, "it is not supported for this model: --fp8_scaled is")
-    if settings.get("--highvram"):
-        yield Remark("--highvram", "it only keeps the cache while latents are cached: training needs the same")
+    yield from highvram_remarks(settings)
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from shared_notes(fields)
     yield f"its own code of the model is priced as diffusers' ({AT} library/hunyuan_image_models.py)"
-    resident = [
-        name
-        for name, field in (("Qwen2.5-VL and ByT5", "text_encoder"), ("the VAE", "vae"))
-        if fields[field] == "resident"
-    ]
-    if resident:
-        yield f"{' and '.join(resident)} stay on the GPU: not cached"
+    yield from resident_notes(fields, "Qwen2.5-VL and ByT5")
     yield from network_module.notes(settings)
     if settings.get("--vae_chunk_size"):
         yield "--vae_chunk_size is not priced: the VAE is priced whole"

@@ -27,13 +27,16 @@ from planner.dialects.base.values import integer
 from planner.dialects.sd_scripts import kohya_ss, network_module
 from planner.dialects.sd_scripts.common import (
     cached,
+    highvram_remarks,
     names,
     read_command,
     read_config,
     refuse_images_at_once,
+    resident_notes,
     shared_notes,
+    write_model,
 )
-from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
+from planner.dialects.sd_scripts.engine import AT, formats, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
 from planner.dialects.sd_scripts.refusals import SWAPS_OR_OFFLOADS, stops
 from planner.dialects.sd_scripts.shared_bindings import (
@@ -110,10 +113,7 @@ def _model(settings: Settings) -> Fields:
 
 
 def _write_model(fields: Fields) -> Settings:
-    if fields["model"] not in MODELS:
-        why = "these scripts train Stable Diffusion 3 and 3.5"
-        raise InexpressibleError(UnsupportedValue("model", fields["model"], "sd3.5-medium", why))
-    return {"--pretrained_model_name_or_path": MODELS[fields["model"]]}
+    return write_model(fields, MODELS, "these scripts train Stable Diffusion 3 and 3.5")
 
 
 STEP = 32
@@ -124,15 +124,9 @@ def _formats(settings: Settings) -> Fields:
     """The base is cast to the mixed precision's format unless it is fp8, and adapters are fp32. Full training keeps the
     file's format, which is of 16 bits for all three (``match_mixed_precision``)."""
     half = half_precision(settings)
-    sixteen = half != "fp32" and (settings.get("--full_bf16") or settings.get("--full_fp16"))
-    fp8 = not _is_full(settings) and (settings.get("--fp8_base") or settings.get("--fp8_base_unet"))
-    whole = half if half != "fp32" else "bf16"
-    fields = {
-        "weights_dtype": "fp8" if fp8 else whole if _is_full(settings) else half,
-        "adapter_dtype": half if sixteen else "fp32",
-        "autocast": half if half != "fp32" else "none",
-    }
-    return fields | sharded(settings)
+    if _is_full(settings):
+        return formats(settings, half if half != "fp32" else "bf16")
+    return formats(settings, "fp8" if settings.get("--fp8_base") or settings.get("--fp8_base_unet") else half)
 
 
 def _write_formats(fields: Fields) -> Settings:
@@ -184,16 +178,12 @@ def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
             yield Remark(name, "the model is given no mask (TODO in sd3_train_network.py)")
     if settings.get("--max_token_length"):
         yield Remark("--max_token_length", "it is not used by these scripts")
-    if settings.get("--highvram"):
-        yield Remark("--highvram", "it only keeps the cache while latents are cached: training needs the same")
+    yield from highvram_remarks(settings)
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from shared_notes(fields)
-    parts = (("CLIP-L, CLIP-G and T5-XXL", "text_encoder"), ("the VAE", "vae"))
-    resident = [name for name, field in parts if fields[field] == "resident"]
-    if resident:
-        yield f"{' and '.join(resident)} stay on the GPU: not cached"
+    yield from resident_notes(fields, "CLIP-L, CLIP-G and T5-XXL")
     if fields["method"] == "full":
         yield f"weights, gradients and {fields['optimizer']} states are in the format of the file, 16 bits ({AT})"
     elif not settings.get("--network_train_unet_only"):

@@ -31,6 +31,7 @@ from planner.dialects.base.values import integer, number
 from planner.dialects.sd_scripts import kohya_ss, lycoris_network, network_module
 from planner.dialects.sd_scripts.common import (
     cached,
+    highvram_remarks,
     inside,
     names,
     read_command,
@@ -38,8 +39,9 @@ from planner.dialects.sd_scripts.common import (
     refuse_images_at_once,
     shared_notes,
     size,
+    write_model,
 )
-from planner.dialects.sd_scripts.engine import AT, sharded, write_engine
+from planner.dialects.sd_scripts.engine import AT, formats, is_16_bits, write_engine
 from planner.dialects.sd_scripts.files import ModelFlags, files
 from planner.dialects.sd_scripts.refusals import stops
 from planner.dialects.sd_scripts.shared_bindings import (
@@ -129,11 +131,9 @@ FILES = {
 
 
 def _write_model(fields: Fields) -> Settings:
-    if fields["model"] not in FILES:
-        why = "these scripts train SDXL, SD 1.5 and SD 2.1"
-        raise InexpressibleError(UnsupportedValue("model", fields["model"], "sdxl", why))
+    settings = write_model(fields, FILES, "these scripts train SDXL, SD 1.5 and SD 2.1")
     velocity: Settings = {"--v2": True, "--v_parameterization": True} if fields["model"] == "sd2.1" else {}
-    return {"--pretrained_model_name_or_path": FILES[fields["model"]], **velocity}
+    return settings | velocity
 
 
 def _method(settings: Settings) -> Fields:
@@ -242,15 +242,8 @@ def _write_step(fields: Fields) -> Settings:
 def _formats(settings: Settings) -> Fields:
     """LoRA's base is cast to the mixed precision's format and its adapters are fp32; full training keeps fp32 weights;
     ``--full_bf16`` and ``--full_fp16`` train in 16 bits (train_network.py ``train``, sdxl_train.py ``train``)."""
-    half = half_precision(settings)
-    sixteen = half != "fp32" and (settings.get("--full_bf16") or settings.get("--full_fp16"))
     lora = _script(settings) != SDXL_FULL
-    fields = {
-        "weights_dtype": half if lora or sixteen else "fp32",
-        "adapter_dtype": half if sixteen else "fp32",
-        "autocast": half if half != "fp32" else "none",
-    }
-    return fields | sharded(settings)
+    return formats(settings, half_precision(settings) if lora or is_16_bits(settings) else "fp32")
 
 
 def _write_formats(fields: Fields) -> Settings:
@@ -398,8 +391,7 @@ def _write_attention(fields: Fields) -> Settings:
 
 
 def _remarks(settings: Settings, fields: Fields) -> Iterator[Remark]:
-    if settings.get("--highvram"):
-        yield Remark("--highvram", "it only keeps the cache while latents are cached: training needs the same")
+    yield from highvram_remarks(settings)
 
 
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:

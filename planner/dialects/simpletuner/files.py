@@ -10,6 +10,7 @@ from typing import Any
 from planner.catalog import lookup
 from planner.dialects.base import config_text
 from planner.dialects.base.bindings import Settings
+from planner.dialects.simpletuner import engines
 from planner.dialects.simpletuner.aspect_buckets import BUCKETS, DATASET
 from planner.dialects.simpletuner.data_file import REFERENCE_SETS
 from planner.dialects.simpletuner.models import CONFIG
@@ -35,7 +36,7 @@ def files(plan: Plan, settings: Settings, carried: Mapping[str, tuple[str, ...]]
     sets = _sets(settings, lookup.model(plan.job.model).kind)
     return {
         DATA_FILE: _json(sets),
-        CONFIG_FILE: _json(_config(plan, config_text.tree(settings, CONFIG))),
+        CONFIG_FILE: _json(_config(plan, config_text.tree(settings, CONFIG) | engines.config_keys(plan))),
         "train.sh": _script(plan, carried),
     }
 

@@ -1,8 +1,8 @@
 """What SimpleTuner's own code ends a run for before the first step, read at bc8e6ab. `check` names it beside the
 estimate, and a fix or an exported plan takes back what it would end for.
 
-Left out is what it refuses among options that are not priced at all: group offload, FSDP, DeepSpeed, ControlNets,
-trained text encoders.
+Left out is what it refuses among options that are not priced at all: group offload, ControlNets, trained text encoders,
+and what of DeepSpeed and FSDP `engines` and `deepspeed_config` refuse.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from planner.dialects.base.bindings import Remark, Settings
 from planner.dialects.base.values import integer, number
-from planner.dialects.simpletuner import lycoris_config
+from planner.dialects.simpletuner import deepspeed_config, lycoris_config
 from planner.dialects.simpletuner.aspect_buckets import VALIDATED_FRAMES
 from planner.dialects.simpletuner.block_checkpoints import INTERVAL, ONE_BY_ONE, SEGMENTS, STRIDE
 from planner.dialects.simpletuner.defaults import is_true
@@ -80,6 +80,7 @@ def stops(settings: Settings) -> Iterator[Remark]:
         )
     yield from refused_encoders(settings, base, str(of(settings, "quantize_via")))
     yield from _lycoris(settings)
+    yield from deepspeed_config.stops(settings, settings.get("gpus", 1) * settings.get("nodes", 1))
 
 
 def _schedule(settings: Settings) -> Iterator[Remark]:

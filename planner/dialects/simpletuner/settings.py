@@ -34,7 +34,7 @@ from planner.dialects.base.launchers import launch_settings
 from planner.dialects.base.own_models import own_model_notes
 from planner.dialects.base.script import PythonCommand, Script
 from planner.dialects.base.values import integer, number
-from planner.dialects.simpletuner import defaults, lycoris_config
+from planner.dialects.simpletuner import deepspeed_config, defaults, engines, lycoris_config
 from planner.dialects.simpletuner.aspect_buckets import (
     ALIGNMENT,
     BUCKETS,
@@ -46,7 +46,6 @@ from planner.dialects.simpletuner.aspect_buckets import (
 from planner.dialects.simpletuner.block_checkpoints import (
     INTERVAL,
     STRIDE,
-    checkpointing_of,
     interval_of,
     write_checkpointing,
 )
@@ -78,9 +77,6 @@ from planner.dialects.simpletuner.number_formats import (
     OPTIMIZERS,
     WRITTEN,
     formats_of,
-    optimizer_of,
-    write_formats,
-    write_optimizer,
 )
 from planner.dialects.simpletuner.own_checks import TEXT_ENCODERS, said_beside, stops
 from planner.errors import VplanError, quoted
@@ -123,7 +119,10 @@ def read_script(script: Script) -> Invocation | None:
         launch |= _world(*(programs[-1].environment.get(f"TRAINING_NUM_{name.upper()}") for name in WORLD))
         notes += more
         document = _config(programs[-1], script)
-    config = {str(name).lstrip("-"): _whole(value) for name, value in document.items()}
+    config = {str(name).lstrip("-"): value for name, value in document.items()}
+    engine, more = deepspeed_config.engine_settings(script, config.get(deepspeed_config.KEY))
+    notes += more
+    config = {name: _whole(value) for name, value in config.items()}
     if "data_backend_config" not in config and not {"model_family", "model_type"} <= config.keys():
         return None
     parsed = flags.script("simpletuner", "config.json").parse_config(config)
@@ -131,7 +130,9 @@ def read_script(script: Script) -> Invocation | None:
     settings = {f"{CONFIG}{name}": value for name, value in given.items()}
     settings |= samples(script, settings) | lycoris_config.read_file(script, settings)
     world = _world(*(of(settings, f"num_{name}") for name in WORLD)) | launch
-    own = {"script": "config.json", **world, **settings}
+    if steps := engine.get(deepspeed_config.ACCUMULATION):  # DeepSpeed's wins
+        settings[f"{CONFIG}gradient_accumulation_steps"] = steps
+    own = {"script": "config.json", **world, **settings, **engine}
     return Invocation("simpletuner", own, parsed.unknown, notes=tuple(notes))
 
 
@@ -239,7 +240,7 @@ def _version(settings: Settings, fields: Fields) -> str:
     adapters = lycoris_config.version_of(settings) if lycoris_config.is_lycoris(settings) else ""
     if _ramtorch(settings):
         return RAMTORCH_ENCODERS if _encoders_wait(settings) else RAMTORCH
-    version = with_base(_version_of_base(settings, base), adapters)
+    version = with_base(_version_of_base(settings, base), adapters) or engines.version_of(settings)
     return version or (FUSED if _fuses(settings) else "")
 
 
@@ -428,18 +429,6 @@ def _write_prompt_length(fields: Fields) -> Settings:
     return {f"{CONFIG}tokenizer_max_length": tokens - CLIP_TOKENS}
 
 
-def _sharding(settings: Settings) -> Fields:
-    return {"sharding": "ddp" if settings.get("gpus", 1) * settings.get("nodes", 1) > 1 else "none"}
-
-
-def _write_sharding(fields: Fields) -> Settings:
-    expected = "ddp" if fields["gpus"] * fields["nodes"] > 1 else "none"
-    if fields["sharding"] != expected:
-        why = "DDP on several GPUs; its deepspeed_config and fsdp_enable are not priced"
-        raise InexpressibleError(UnsupportedValue("sharding", fields["sharding"], expected, why))
-    return {}
-
-
 def _gradient_buckets(settings: Settings) -> Fields:
     """DDP's own are copies, and views where blocks are swapped (helpers/training/trainer.py
     ``gradient_as_bucket_view``)."""
@@ -493,6 +482,17 @@ def _names(settings: Settings) -> set[str]:
     return of_sets | {name.removeprefix(CONFIG) for name in settings if name.startswith(CONFIG)}
 
 
+CAPTURED = frozenset({"cudagraphs", "max-autotune", "reduce-overhead"})
+"""Modes of torch.compile that capture (torch/_inductor/__init__.py ``list_mode_options``; SimpleTuner bc8e6ab
+helpers/training/dynamo.py ``_inductor_cudagraphs_enabled``)."""
+
+
+def _captures(settings: Settings) -> bool:
+    """Whether compiled blocks are captured as CUDA graphs."""
+    backend, mode = (str(of(settings, f"dynamo_{name}")).lower().replace("_", "-") for name in ("backend", "mode"))
+    return backend == "cudagraphs" or (backend == "inductor" and mode in CAPTURED)
+
+
 def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
     yield from defaults.notes(_names(settings))
     if lookup.model(fields["model"]).kind == "image" and fields["vae"] == "cached":
@@ -520,8 +520,10 @@ def _notes(settings: Settings, fields: Fields) -> Iterator[str]:
         yield f"{ENCODERS_WAIT}{MAY_NEED_LESS}"
     if (layers := of(settings, "flux_lora_target")) != "all":
         yield f"flux_lora_target {layers} is not priced: estimated as all"
-    if str(of(settings, "dynamo_backend")).lower() not in ("no", "none"):
-        yield "torch.compile (dynamo_backend) is not estimated: CUDA graphs keep memory of their own"
+    if _captures(settings):
+        yield "torch.compile (dynamo_mode): CUDA graphs keep up to what a step without checkpoints takes, the high end"
+    elif str(of(settings, "dynamo_backend")).lower() not in ("no", "none"):
+        yield "torch.compile (dynamo_backend) is not estimated"
     if of(settings, "optimizer") == "bnb-lion8bit-paged":
         yield "bnb-lion8bit-paged is priced as 8-bit AdamW, paged too: its one state takes half of those in host RAM"
     family = family_of(settings)
@@ -628,21 +630,19 @@ TABLE: tuple[Binding | When, ...] = (
     ),
     Value("gradient_accumulation", f"{CONFIG}gradient_accumulation_steps", 1, int),
     _pair(
-        {"optimizer": ", ".join(dict.fromkeys(OPTIMIZERS.values())), "optimizer_step": "loop (adamw), foreach"},
-        (f"{CONFIG}optimizer",),
-        optimizer_of,
-        write_optimizer,
+        {
+            "optimizer": ", ".join(dict.fromkeys(OPTIMIZERS.values())),
+            "optimizer_step": "loop (adamw), foreach, fused (DeepSpeed's)",
+        },
+        (f"{CONFIG}optimizer", deepspeed_config.OWN_ADAM),
+        engines.optimizer_of,
+        engines.write_optimizer,
     ),
-    _pair(
-        {"weights_dtype": "bf16, int8, fp8, nf4", "adapter_dtype": "bf16, fp32", "autocast": "mixed_precision"},
-        tuple(f"{CONFIG}{name}" for name in ("base_model_precision", "quantize_via", "mixed_precision")),
-        formats_of,
-        write_formats,
-    ),
+    _pair(dict(engines.WORDS), engines.SETTINGS, engines.engine_of, engines.write_engine),
     _pair(
         {"gradient_checkpointing": "none, full, offload", "checkpointed_blocks": "read only"},
-        (f"{CONFIG}gradient_checkpointing", f"{CONFIG}{INTERVAL}", f"{CONFIG}{STRIDE}"),
-        checkpointing_of,
+        tuple(f"{CONFIG}{name}" for name in ("gradient_checkpointing", INTERVAL, STRIDE, engines.RECOMPUTED)),
+        engines.checkpointing_of,
         write_checkpointing,
     ),
     _pair({"lora_targets": "those of model_family"}, (f"{CONFIG}model_family",), _layers, _write_layers),
@@ -668,7 +668,6 @@ TABLE: tuple[Binding | When, ...] = (
     _pair({"vae_tiling": TILING}, (f"{CONFIG}{TILING}",), _tiling, _write_tiling),
     _pair({"references": "conditioning_data"}, (REFERENCE_SETS,), references_of, write_references),
     *(EXPANDABLE, GPUS, NODES),
-    _pair({"sharding": "none on one GPU, ddp on several"}, (), _sharding, _write_sharding),
     When(
         "sharding",
         frozenset({"ddp"}),
@@ -713,6 +712,7 @@ DIALECT: Dialect = Dialect(
     notes=_notes,
     version=_version,
     stops=stops,
+    captures=_captures,
     moves=(
         Move({"expandable_segments": True}, "free"),
         Move({"gradient_checkpointing": "full"}, "one more forward pass"),
@@ -743,6 +743,7 @@ DIALECT: Dialect = Dialect(
             by_fields=_more_swapped,
             when=lambda fields: fields["version"] not in BY_RAMTORCH,
         ),
+        *engines.MOVES,
         _quantised("int8", "the frozen base is rounded to 8 bits", "cpu"),
         _quantised("fp8", "the frozen base is rounded to 8 bits", "cpu"),
         _quantised("nf4", "the frozen base is rounded to 4 bits"),

@@ -9,10 +9,16 @@ from typing import NamedTuple
 
 from planner.errors import NotEstimatedError
 from planner.layout.checkpoints.block_inputs import block_inputs
-from planner.layout.checkpoints.recomputation import Recomputations, alike_stretches, forward_events, recomputations
+from planner.layout.checkpoints.recomputation import (
+    Recomputations,
+    alike_stretches,
+    at_stretch,
+    forward_events,
+    recomputations,
+)
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.tape.format import Monomial, Tape
-from planner.tape.program import Block, Moment
+from planner.tape.program import Block, Moment, frees
 
 NUMBER_BYTES = (2, 4)
 """Of what blocks hand on."""
@@ -63,12 +69,14 @@ def _recomputations(run: Run) -> Recomputations:
     return recomputations(run, run.shared(alike_stretches), run.shared(forward_events))
 
 
-def _woven_recording(recording: Run, inputs: Inputs, found: Recomputations, first_new: int) -> _Woven:
-    return _woven(recording, recording.shared(alike_stretches), inputs, found, first_new)
+def _woven_recording(recording: Run, inputs: Inputs, recomputations: Recomputations, first_new: int) -> _Woven:
+    return _woven(recording, recording.shared(alike_stretches), inputs, recomputations, first_new)
 
 
-def _woven(run: Run, alike: dict[int, int], inputs: Inputs, found: Recomputations, first_new: int) -> _Woven:
-    """``first_new``: the number of the first new buffer."""
+def _woven(run: Run, alike: dict[int, int], inputs: Inputs, recomputations: Recomputations, first_new: int) -> _Woven:
+    """The step with each block's inputs rounded before its forward, and back before it is recomputed. ``alike``,
+    ``recomputations``: as `alike_stretches` and `recomputations` say them; ``first_new``: the number of the first new
+    buffer."""
     by_block = dict(inputs)
     over = {(moment.module_list, moment.block): at for at, (moment, _) in enumerate(run.step.stretches)}
     kept: dict[int, list[int]] = {}
@@ -82,12 +90,12 @@ def _woven(run: Run, alike: dict[int, int], inputs: Inputs, found: Recomputation
             woven.append((STRATEGY_MOMENT._replace(passes="checkpoint"), _rounding(given, kept, first_new)))
             events = [*events, *(~buffer for buffer in given)]
         elif given and moment.passes == "backward":
-            begins, ends = found[alike[at]] or (0, len(events) if at == over[block] else None)
+            begins, ends = at_stretch(recomputations[alike[at]], len(events), at == over[block])
             coming = () if block in brought else given
             brought.add(block)
             going: list[int] = []
             if ends is not None and block not in freed:
-                going = [~buffer for buffer in given]
+                going = frees(given)
                 freed.add(block)
             events = _recomputed(events, kept, (begins, coming), (ends or 0, going))
         woven.append((moment, events))
@@ -135,7 +143,7 @@ def _recomputed(
 
 def _instead(events: list[int], kept: Mapping[int, list[int]]) -> list[int]:
     """Events with the frees of what is kept of the inputs in place of theirs."""
-    return [each for event in events for each in ([~buffer for buffer in kept.get(~event, ())] or (event,))]
+    return [each for event in events for each in (frees(kept.get(~event, ())) or (event,))]
 
 
 def _width(run: Run) -> int:

@@ -8,12 +8,13 @@ from planner.layout.checkpoints.block_inputs import block_inputs
 from planner.layout.checkpoints.recomputation import (
     Recomputations,
     alike_stretches,
+    at_stretch,
     forward_events,
     recomputations,
     without_frees,
 )
 from planner.layout.run import STRATEGY_MOMENT, Run
-from planner.tape.program import Block, Moment
+from planner.tape.program import Block, Moment, frees
 
 FETCHED_AHEAD = "checkpoint fetched ahead"
 
@@ -38,13 +39,15 @@ def _with_inputs_offloaded(run: Run) -> list[tuple[Moment, list[int]]]:
     return run.shared(_woven_recording, recomputations(run, run.shared(alike_stretches), run.shared(forward_events)))
 
 
-def _woven_recording(recording: Run, found: Recomputations) -> list[tuple[Moment, list[int]]]:
-    return _woven(recording, recording.shared(alike_stretches), recording.shared(forward_events), found)
+def _woven_recording(recording: Run, recomputations: Recomputations) -> list[tuple[Moment, list[int]]]:
+    return _woven(recording, recording.shared(alike_stretches), recording.shared(forward_events), recomputations)
 
 
 def _woven(
-    run: Run, alike: dict[int, int], forward: Collection[Block], found: Recomputations
+    run: Run, alike: dict[int, int], forward: Collection[Block], recomputations: Recomputations
 ) -> list[tuple[Moment, list[int]]]:
+    """The step with the inputs leaving and coming back. ``alike``, ``recomputations``: as `alike_stretches` and
+    `recomputations` say them; ``forward``: the blocks in the order of their forward."""
     inputs, blocks = block_inputs(run), [*forward]
     before = dict(zip(blocks[1:], blocks, strict=False))
     # The last block's backward may come in parts, around what stands between it and the head.
@@ -60,25 +63,26 @@ def _woven(
         if block not in inputs or moment.passes not in ("forward", "backward"):
             woven.append((moment, events))
             continue
-        frees = [~buffer for buffer in inputs[block]]
+        leaving = frees(inputs[block])
         if moment.passes == "forward":
             # It goes when the next block begins; the last one's when backward brings the first back.
-            leaving = [] if block in left or block in last else frees
+            stays = block in left or block in last
+            woven.append((moment, [*events, *([] if stays else leaving)]))
             left.add(block)
-            woven.append((moment, [*events, *leaving]))
+            continue
+        events = without_frees(events, inputs[block])
+        begins, ends = at_stretch(recomputations[alike[at]], len(events), at == over[block])
+        leaves_late = block in last and block not in brought
+        woven.append((moment, [*events[:begins], *(leaving if leaves_late else [])]))
+        for fetched, name in ((block, "checkpoint"), (before.get(block), FETCHED_AHEAD)):
+            if fetched is not None and fetched not in brought:
+                woven.append((STRATEGY_MOMENT._replace(passes=name), inputs[fetched]))
+                brought.add(fetched)
+        if ends is None or block in freed:
+            woven.append((moment, events[begins:]))
         else:
-            events = without_frees(events, inputs[block])
-            begins, ends = found[alike[at]] or (0, len(events) if at == over[block] else None)
-            woven.append((moment, [*events[:begins], *(frees if block in last and block not in brought else [])]))
-            for fetched, name in ((block, "checkpoint"), (before.get(block), FETCHED_AHEAD)):
-                if fetched is not None and fetched not in brought:
-                    woven.append((STRATEGY_MOMENT._replace(passes=name), inputs[fetched]))
-                    brought.add(fetched)
-            if ends is None or block in freed:
-                woven.append((moment, events[begins:]))
-            else:
-                woven.append((moment, [*events[begins:ends], *frees, *events[ends:]]))
-                freed.add(block)
+            woven.append((moment, [*events[begins:ends], *leaving, *events[ends:]]))
+            freed.add(block)
     return [(moment, events) for moment, events in woven if events]
 
 

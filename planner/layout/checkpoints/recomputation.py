@@ -10,8 +10,24 @@ from planner.layout.checkpoints.block_inputs import block_inputs
 from planner.layout.run import Run
 from planner.tape.program import Block
 
-Recomputations = tuple[tuple[int, int] | None, ...]
+
+class Recomputation(NamedTuple):
+    """Where a block's recomputation begins and ends among the events of its backward, without the frees of its
+    inputs."""
+
+    begins: int
+    ends: int | None
+    """None where the block's input may be needed for longer than this stretch"""
+
+
+Recomputations = tuple[Recomputation | None, ...]
 """What `recomputation` says of one of each of `alike_stretches`, by their numbers."""
+
+
+def at_stretch(found: Recomputation | None, event_count: int, is_last: bool) -> Recomputation:
+    """Where a stretch recomputes: all of it where that is not known, and then its block's input is needed until the end
+    of the last stretch of the block. ``event_count``: of the stretch."""
+    return found or Recomputation(0, event_count if is_last else None)
 
 
 def recomputations(run: Run, alike: dict[int, int], forward: dict[Block, list[int]]) -> Recomputations:
@@ -76,7 +92,7 @@ APART = 8
 """Of two neighbouring allocations in forward, the most that a recomputation, which has gradients, puts between them."""
 
 
-def recomputation(run: Run, forward_events: list[int], backward: list[int]) -> tuple[int, int] | None:
+def recomputation(run: Run, forward_events: list[int], backward: list[int]) -> Recomputation | None:
     """Where a block's recomputation begins and ends among the events of its backward; None where its input may be
     needed for longer.
 
@@ -102,7 +118,7 @@ def recomputation(run: Run, forward_events: list[int], backward: list[int]) -> t
     ends = made[last].at + 1
     while ends < len(backward) and backward[ends] < 0:
         ends += 1
-    return made[begins].at, ends
+    return Recomputation(made[begins].at, ends)
 
 
 class _Allocation(NamedTuple):

@@ -12,7 +12,7 @@ from planner.layout.encoders_vae.component_pass import ComponentPass
 from planner.layout.encoders_vae.tiles import FinishedRuns
 from planner.layout.run import STRATEGY_MOMENT
 from planner.tape.levels import Level, PartLevels, whole_blocks
-from planner.tape.program import Program, Stage
+from planner.tape.program import Program, Stage, frees
 
 
 class EncodingLayout(NamedTuple):
@@ -38,8 +38,8 @@ def lay_out_encoding(components: tuple[ComponentPass, ...], workspace_bytes: int
         done = run_component(program, component, blocks)
         if not workspaces:
             add_to_products(program, done, ProductBuffers.of(program.buffer, workspace_bytes))
-        stage.stretches += [*done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in alive_after(done)])]
-    stage.stretches.append((STRATEGY_MOMENT, [~buffer for buffer in alive_after(stage)]))
+        stage.stretches += [*done.stretches, (STRATEGY_MOMENT, frees(alive_after(done)))]
+    stage.stretches.append((STRATEGY_MOMENT, frees(alive_after(stage))))
     return EncodingLayout(program, stage, program.bytes_of({}))
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from planner.layout.run import Run
 from planner.layout.sharding.stage_editor import StageEditor, first_backward, spans
 from planner.layout.sharding.zero import FULL, HALF, cast_to_16_bits
-from planner.tape.program import Block, Stage
+from planner.tape.program import Block, Stage, frees
 from planner.tape.variants.precision import trained_storage
 
 GATHERING, REDUCING, SUMMING = 1, 2, 3
@@ -200,19 +200,19 @@ class _FsdpPass:
         for block, (begin, end) in forward.items():
             gathered, copied_out = self._gathered(block), self._copied_out()
             self.editor.before(begin, [*self._fetch(block), *gathered, *copied_out])
-            self.editor.after(end, [~buffer for buffer in gathered])
+            self.editor.after(end, frees(gathered))
         self.editor.before(turn, self._copied_out())
         self._backward(list(backward.items()), turn, adds)
-        gone = [~buffer for buffer in root]
+        gone = frees(root)
         self.editor.after(last, [*gone, *self._reduce(None, adds), *self._let_go()])
-        self.editor.after(last, [~output for output in self._summed])
-        frees = {~buffer for group in self.groups.values() for buffer in group.gradients}
-        freed = {
-            index: [event for event in events if event not in frees]
+        self.editor.after(last, frees(self._summed))
+        gradients_freed = {~buffer for group in self.groups.values() for buffer in group.gradients}
+        without = {
+            index: [event for event in events if event not in gradients_freed]
             for index, (_, events) in enumerate(self.stage.stretches)
-            if not frees.isdisjoint(events)
+            if not gradients_freed.isdisjoint(events)
         }
-        self.editor.insert("fsdp", freed)
+        self.editor.insert("fsdp", without)
         return self.kept
 
     def _backward(self, blocks: list[tuple[Block, tuple[int, int]]], turn: int, adds: bool) -> None:

@@ -115,11 +115,10 @@ def _zero_3_optimizer(run: Run) -> tuple[int, int]:
 
 def _zero_3_weights(run: Run) -> tuple[int, int]:
     """(pinned, pageable) bytes. Shares of trained parameters move into one buffer, but torch keeps what they lay in for
-    later; those of small frozen ones stay on the GPU (``ds_persist``)."""
-    world, trained, settings = run.machine.world, trained_elements(run), zero_settings(run)
-    counts = run.elements.items()
-    waiting = [-(-count // world) for name, count in counts if name in trained or count > settings.persistent]
-    pinned, pageable = _buffers([HALF * count for count in waiting], settings.pin_params)
+    later. Small parameters that are whole on the GPU have theirs here too: they are marked (``ds_persist``) when all
+    are split."""
+    shares = [HALF * -(-count // run.machine.world) for count in run.elements.values()]
+    pinned, pageable = _buffers(shares, zero_settings(run).pin_params)
     return pinned + power_of_two(HALF * sum(trained_shares(run))), pageable
 
 

@@ -17,7 +17,7 @@ Bytes of one rank, and the function that counts them. P trained parameters over 
 
 | term | stage 1 | stage 2 | stage 3 | function |
 |---|---|---|---|---|
-| trained weights | 2P, flat | 2P, flat | 2S, and small ones whole | `_flatten_weights`, `_split_weights` |
+| trained weights | 2P, flat | 2P, flat | 2S, and small ones whole | `_flatten_weights`, `split_weights` |
 | gradients in backward | 2P | freed by bucket | freed by bucket | `_reduce_all`, `_reduce_in_backward` |
 | gradients for the step | 2 per element that a share touches | the same | 2S | `_stages_1_and_2`, `_stage_3` |
 | fp32 master, two states | 12S | 12S | 12S, by sub-group | `_flatten_weights`, `_stage_3`, `_states` |
@@ -41,10 +41,14 @@ from planner.layout.gradient_sums import SUM_WORKSPACE
 from planner.layout.run import Run
 from planner.layout.run_records import ZeroSettings
 from planner.layout.sharding.stage_editor import first_backward
+from planner.layout.sharding.zero_weights import split_weights
 from planner.tape.program import Stage
 
 HALF, FULL = 2, 4
 """Bytes of a 16-bit and of an fp32 number."""
+
+GATHERING, REDUCING = 1, 2
+"""CUDA streams of stage 3 (``allgather_stream`` of parameter_offload.py, ``reduce_and_partition_stream``)."""
 
 NORM_BYTES = 8
 """Gradient norms are added up in fp64, one parameter at a time (``get_norm_dtype`` in runtime/zero/utils.py)."""
@@ -125,6 +129,18 @@ def trained_elements(run: Run) -> dict[str, int]:
     return {name: elements for name, elements in run.elements.items() if name in gradients}
 
 
+def optimizer_groups(run: Run) -> list[dict[str, int]]:
+    """`trained_elements` by the groups that the optimizer has them in: each is flat, and split, by itself, and they
+    step one after another."""
+    second, trained = run.engine.second_group, trained_elements(run)
+    if second is None:
+        return [trained]
+    groups: list[dict[str, int]] = [{}, {}]
+    for name, elements in trained.items():
+        groups[bool(second.search(name))][name] = elements
+    return [group for group in groups if group]
+
+
 def aligned_elements(elements: int, world: int) -> int:
     """Elements of the flat buffer of stages 1 and 2: shares are aligned to 4 bytes
     (``nccl_start_alignment_factor``)."""
@@ -161,18 +177,17 @@ def sub_groups(partitions: Sequence[int], size: int) -> list[int]:
 
 
 def _stages_1_and_2(run: Run, settings: ZeroSettings) -> None:
-    elements = list(trained_elements(run).values())
+    groups, elements = optimizer_groups(run), list(trained_elements(run).values())
     world, offloaded = run.machine.world, run.strategy.offload_optimizer != "none"
-    shares = Shares(trained_elements(run), world)
-    share = aligned_elements(sum(elements), world) // world
-    _flatten_weights(run, share, max(elements), offloaded)
+    shares = Shares(groups, world)
+    sizes = [aligned_elements(sum(group.values()), world) // world for group in groups]
+    _flatten_weights(run, groups, sizes, offloaded)
     partition = -1
     if not offloaded:
         run.ranks = shares.ranks_apart(_order_of_gradients(run), settings.reduce_bucket)
         rank = run.ranks[0] if run.configuration.rank is None else run.configuration.rank
         run.configuration = replace(run.configuration, rank=rank)
-        touched = elements_in_share(elements, world, rank)
-        partition = run.new(HALF * touched, "gradient", "gradient partition")
+        partition = run.new(HALF * shares.touched(rank), "gradient", "gradient partition")
     bucket = run.new(HALF * settings.reduce_bucket, "buckets", "reduce bucket")
     kept = [] if offloaded else [partition]
     flush = _BucketReduction(run, settings, shares.ranks, kept, NORM_BYTES * max(elements))
@@ -187,12 +202,18 @@ def _stages_1_and_2(run: Run, settings: ZeroSettings) -> None:
     for stage in (run.optimizer_first, run.optimizer):
         run.drop(stage, set(run.named("gradient").values()))
         if not offloaded:
-            states = _states(run, share) if stage is run.optimizer_first else []
             norm = run.new(NORM_BYTES * max(elements), "temporary", "norm in fp64")
-            step = [norm, ~norm, *_step(run, share, states, ~partition)]
+            step = [norm, ~norm, *_steps(run, sizes, partition, stage is run.optimizer_first)]
             run.place(stage, step, "step", at=0)
     if settings.overlap:
         _second_bucket(run, bucket)
+
+
+def _steps(run: Run, shares: Sequence[int], partition: int, first: bool) -> Iterator[int]:
+    """The steps of all groups. Their gradients lie in one buffer, which goes with those of the last."""
+    for position, share in enumerate(shares):
+        freed = [~partition] if position == len(shares) - 1 else []
+        yield from _step(run, share, _states(run, share) if first else [], *freed)
 
 
 def _second_bucket(run: Run, bucket: int) -> None:
@@ -216,25 +237,33 @@ def _order_of_gradients(run: Run) -> list[str]:
     return [names[event] for event in run.step.ops if event in names]
 
 
-def _flatten_weights(run: Run, share: int, largest: int, offloaded: bool) -> None:
-    """The trained weights are copied into one flat buffer, on the GPU if it has room for both, else through host RAM.
-    Then this rank's master is cloned from it, and zeros for its first gradients are allocated and freed."""
-    world = run.machine.world
-    parameters = run.parameters
-    weights = [parameters[name] for name in trained_elements(run)]
-    flat = run.new(HALF * share * world, "weight", "flat weights")
-    beside = sum(run.sizes[event] for event in run.load.ops if event >= 0) + run.sizes[flat]
-    freed = [~weight for weight in weights]
-    room = beside <= run.facts.gpu.allocatable_bytes - run.machine.reserve
-    run.place(run.load, [flat, *freed] if room else [*freed, flat], "flat weights")
-    clone = run.new(HALF * share, "temporary", "share of the flat weights")
+def _flatten_weights(run: Run, groups: Sequence[Mapping[str, int]], shares: Sequence[int], offloaded: bool) -> None:
+    """The trained weights of a group are copied into one flat buffer, on the GPU if it has room for both, else through
+    host RAM. This rank's master is cloned from it. Once all are, zeros for the first gradients are allocated and
+    freed. Before each further group the allocator's cache is emptied."""
+    room = run.facts.gpu.allocatable_bytes - run.machine.reserve
+    beside = sum(run.sizes[event] for event in run.load.ops if event >= 0)
+    stages = [run.load, *(Stage("load", []) for _ in groups[1:])]
+    for stage, group, share in zip(stages, groups, shares, strict=True):
+        flat = run.new(HALF * share * run.machine.world, "weight", "flat weights")
+        freed = [~run.parameters[name] for name in group]
+        fits = beside + run.sizes[flat] <= room
+        run.place(stage, [flat, *freed] if fits else [*freed, flat], "flat weights")
+        clone = run.new(HALF * share, "temporary", "share of the flat weights")
+        if offloaded:
+            run.place(stage, [clone, ~clone], "offload")
+            continue
+        master = run.new(FULL * share, "optimizer", "fp32 master")
+        beside += run.sizes[master]
+        run.place(stage, [clone, master, ~clone], "fp32 master")
+    run.phases.wrap = tuple(stages[1:])
+    run.empty_cache.after = (*run.empty_cache.after, *stages[:-1])
     if offloaded:
-        staging = run.new(HALF * largest, "buckets", "gradient staging")
-        run.place(run.load, [clone, ~clone, staging], "offload")
+        largest = max(elements for group in groups for elements in group.values())
+        run.place(stages[-1], [run.new(HALF * largest, "buckets", "gradient staging")], "offload")
         return
-    master = run.new(FULL * share, "optimizer", "fp32 master")
-    zeros = run.new(FULL * share, "temporary", "zeros")
-    run.place(run.load, [clone, master, ~clone, zeros, ~zeros], "fp32 master")
+    zeros = [run.new(FULL * share, "temporary", "zeros") for share in shares]
+    run.place(stages[-1], [*zeros, *(~zero for zero in zeros)], "fp32 master")
 
 
 class _Bucket:
@@ -261,18 +290,26 @@ class _Bucket:
 class Shares:
     """Which ranks' shares of the flat weights a trained parameter lies in (``param_to_partition_ids``)."""
 
-    def __init__(self, elements: Mapping[str, int], world: int) -> None:
-        self._elements, self._world = elements, world
-        share = aligned_elements(sum(elements.values()), world) // world
-        ends = itertools.accumulate(elements.values())
-        self._ranks = {
-            name: range((end - count) // share, (end - 1) // share + 1)
-            for (name, count), end in zip(elements.items(), ends, strict=True)
-        }
+    def __init__(self, groups: Sequence[Mapping[str, int]], world: int) -> None:
+        """``groups``: the elements of each parameter, by the flat weights that they lie in."""
+        self._groups, self._world = groups, world
+        self._elements = {name: elements for group in groups for name, elements in group.items()}
+        self._ranks: dict[str, range] = {}
+        for group in groups:
+            share = aligned_elements(sum(group.values()), world) // world
+            ends = itertools.accumulate(group.values())
+            self._ranks |= {
+                name: range((end - count) // share, (end - 1) // share + 1)
+                for (name, count), end in zip(group.items(), ends, strict=True)
+            }
 
     def ranks(self, names: Iterable[str]) -> set[int]:
         """The ranks whose shares the parameters touch."""
         return set(itertools.chain.from_iterable(self._ranks[name] for name in names))
+
+    def touched(self, rank: int) -> int:
+        """Elements of all parameters that the shares of ``rank`` touch."""
+        return sum(elements_in_share(list(group.values()), self._world, rank) for group in self._groups)
 
     def ranks_apart(self, order: Iterable[str], size: int) -> tuple[int, ...]:
         """Ranks that allocate differently, if gradients come in ``order`` and buckets hold ``size`` elements: the
@@ -280,12 +317,11 @@ class Shares:
         takes most; of many, `MOST_RANKS` spread from the first to the last."""
         bucket = _Bucket(self._elements, size)
         reduced = [full for name in order if (full := bucket.add(name))] + [bucket.take()]
-        sizes = list(self._elements.values())
         apart: list[int] = []
         seen: set[int] = set()
         for names in reduced:
             if begin := self.ranks(names) - seen:
-                apart.append(max(begin, key=lambda rank: elements_in_share(sizes, self._world, rank)))
+                apart.append(max(begin, key=self.touched))
                 seen |= begin
         last = len(apart) - 1
         places = sorted({round(last * at / (MOST_RANKS - 1)) for at in range(MOST_RANKS)})
@@ -303,13 +339,16 @@ class _BucketReduction:
     ranks: Callable[[Iterable[str]], set[int]]
     kept: list[int]
     norm_bytes: int
+    stream: int = 0
+    """CUDA stream that buckets are reduced on"""
 
     def events(self, names: Sequence[str]) -> list[int]:
         """The events of reducing the gradients of some parameters; none if there are none."""
         made: list[int] = []
         ranks = self.ranks(names)
         if len(ranks) > 1:
-            copy = self.run.new(HALF * sum(self.run.elements[name] for name in names), "buckets", "reduced copy")
+            copied = HALF * sum(self.run.elements[name] for name in names)
+            copy = self.run.new(copied, "buckets", "reduced copy", self.stream)
             made += [copy, ~copy]
         if names and self.run.strategy.offload_optimizer != "none":  # each norm is taken before its gradient goes
             norm = self.run.new(self.norm_bytes, "temporary", "norm in fp64")
@@ -451,8 +490,12 @@ def _stage_3(run: Run, settings: ZeroSettings) -> None:
     elements = trained_elements(run)
     world, offloaded = run.machine.world, run.strategy.offload_optimizer != "none"
     partitions = [-(-count // world) for count in elements.values()]
-    groups = sub_groups(partitions, settings.sub_group)
-    _split_weights(run, settings, sum(partitions))
+    groups = [
+        size
+        for group in optimizer_groups(run)
+        for size in sub_groups([-(-count // world) for count in group.values()], settings.sub_group)
+    ]
+    split_weights(run, settings, elements)
     if not offloaded:
         master = [run.new(FULL * group, "optimizer", "fp32 master") for group in groups]
         converted = [run.new(FULL * group, "temporary", "fp32 weights") for group in groups]
@@ -464,7 +507,9 @@ def _stage_3(run: Run, settings: ZeroSettings) -> None:
     run.accumulate = None  # every micro-batch is like the first: what it adds to is there from the beginning
     largest = -(-max(elements.values()) // world)
     everyone = set(range(world))
-    flush = _BucketReduction(run, settings, lambda names: everyone if names else set(), [], NORM_BYTES * largest)
+    flush = _BucketReduction(
+        run, settings, lambda names: everyone if names else set(), [], NORM_BYTES * largest, REDUCING
+    )
     _reduce_in_backward(run.step, run, None, flush)
     _gather(run, settings)
     for stage in (run.optimizer_first, run.optimizer):
@@ -480,37 +525,6 @@ def _sub_group_steps(run: Run, groups: Sequence[int], largest: int, first: bool)
     yield from (overflow, ~overflow, norm, ~norm)
     for group in groups:
         yield from _step(run, group, _states(run, group) if first else [])
-
-
-def _split_weights(run: Run, settings: ZeroSettings, trained_share: int) -> None:
-    """Every rank keeps its share of all parameters, and small ones whole as well. With ``offload_params`` the shares
-    are in host RAM, except those of small frozen parameters (``ds_persist``)."""
-    _load_whole(run)
-    world, offloaded = run.machine.world, run.strategy.offload_params != "none"
-    names, sizes = trained_elements(run), run.elements
-    frozen = {name: -(-count // world) for name, count in sizes.items() if name not in names}
-    small = [name for name, count in sizes.items() if count <= settings.persistent]
-    staying = [count for name, count in frozen.items() if not offloaded or sizes[name] <= settings.persistent]
-    run.add(run.load, HALF * sum(staying), "weight", "frozen shares")
-    if not offloaded:
-        run.add(run.load, HALF * trained_share, "weight", "trained shares")
-    if world > 1 or offloaded:
-        run.add(run.load, HALF * sum(sizes[name] for name in small), "weight", "small weights")
-
-
-UNSPLIT = "weight before it is split"
-
-
-def _load_whole(run: Run) -> None:
-    """The whole model is on every GPU, in 16 bits, before it is split parameter by parameter: a model that
-    ``deepspeed.zero.Init`` did not make goes there as it is (runtime/engine.py ``_configure_distributed_model`` of
-    0.19.8: ``self.module.to(self.device)``). Rehearsed: 2.68 GiB for LoRA of Wan 2.1 1.3B on two GPUs with
-    ``offload_params``, of which 0.99 stay."""
-    whole = {run.parameters[name]: run.new(HALF * count, "temporary", UNSPLIT) for name, count in run.elements.items()}
-    run.load.stretches = [
-        (moment, [whole.get(event, event) for event in events]) for moment, events in run.load.stretches
-    ]
-    run.place(run.load, [~weight for weight in whole.values()], "split of the weights")
 
 
 def _gather(run: Run, settings: ZeroSettings) -> None:
@@ -529,8 +543,8 @@ def _gather(run: Run, settings: ZeroSettings) -> None:
             block = run.facts.step.block_of(name)
             blocks[block] = blocks.get(block, 0) + (elements if block else 0)
         live = max(live, *blocks.values())
-    gathered = run.new(HALF * min(total, live + most), "buckets", "gathered weights")
-    fetched = run.new(HALF * min(total, settings.prefetch + most), "buckets", "all-gather")
+    gathered = run.new(HALF * min(total, live + most), "buckets", "gathered weights", GATHERING)
+    fetched = run.new(HALF * min(total, settings.prefetch + most), "buckets", "all-gather", GATHERING)
     run.handover.gathered_bytes = run.sizes[gathered] + run.sizes[fetched]
     run.place(run.step, [gathered, fetched], "gather", at=0)
     run.free(run.step, [gathered, fetched])

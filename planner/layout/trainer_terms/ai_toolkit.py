@@ -31,7 +31,7 @@ from planner.layout.trainer_terms.shared import (
     swap_in_place,
 )
 from planner.spec.job import QUANTISED
-from planner.tape.program import Moment, Stage
+from planner.tape.program import Moment, Stage, frees
 
 HALF = 2
 MATRIX_BYTES = 64 << 20
@@ -124,7 +124,7 @@ def encoders_at_start(run: Run) -> None:
             whole, rest = divmod(nbytes - there, MATRIX_BYTES)
             sizes = [size for size in (*[MATRIX_BYTES] * whole, rest) if size]
             matrices = [run.new(size, "residents", "text encoder in 16 bits") for size in sizes]
-            gone = [~matrix for matrix in matrices]
+            gone = frees(matrices)
             run.place(run.load, [*matrices, *gone], "quantising the text encoder", at=behind)
         else:
             passing(run, nbytes, "text encoder in 16 bits")
@@ -141,9 +141,7 @@ def encoders_at_start(run: Run) -> None:
             gone += alive_after(loading)
     take_sizes(run, first)
     run.load.stretches += coming
-    run.phases.unload = Stage(
-        "encoders leave", [(STRATEGY_MOMENT._replace(passes="encoders leaving"), [~buffer for buffer in gone])]
-    )
+    run.phases.unload = Stage("encoders leave", [(STRATEGY_MOMENT._replace(passes="encoders leaving"), frees(gone))])
     run.empty_cache.after = (*run.empty_cache.after, run.phases.unload)
 
 

@@ -10,7 +10,7 @@ import itertools
 
 from planner.layout.encoders_vae.component_pass import encoders
 from planner.layout.run import Run, Transform
-from planner.layout.sharding.zero import UNSPLIT
+from planner.layout.sharding.zero_weights import UNSPLIT
 from planner.layout.trainer_terms.shared import checkpoints_saved_on_cpu, last_encoder_in_model, positions_in_fp64
 from planner.tape.program import Stage
 from planner.units import power_of_two

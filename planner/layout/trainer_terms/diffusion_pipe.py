@@ -38,7 +38,7 @@ from planner.layout.trainer_terms.trained_text_encoders import (
     keep_of_conditioner,
     text_encoders_whole,
 )
-from planner.tape.program import Moment
+from planner.tape.program import Moment, frees
 from planner.tape.variants.precision import trained_storage
 
 
@@ -111,7 +111,7 @@ def encoders_before_the_model(run: Run) -> None:
         loading, blocks = load_component(run.program, component)
         done = run_component(run.program, component, blocks)
         gone = [*alive_after(done), *alive_after(loading)]
-        turns += [*loading.stretches, *done.stretches, (STRATEGY_MOMENT, [~buffer for buffer in gone])]
+        turns += [*loading.stretches, *done.stretches, (STRATEGY_MOMENT, frees(gone))]
     take_sizes(run, first)
     run.load.stretches = [*turns, *run.load.stretches]
     run.empty_cache.after_load = True
@@ -160,7 +160,7 @@ LOKR_IN_FP32 = f"{LOKR}-fp32"
 """The version with ``adapter.type`` lokr in fp32."""
 
 LOKRS: dict[str, tuple[Transform, ...]] = {
-    LOKR: (nothing_between, whole_changes(KRONECKER_IN_16_BITS._replace(made=HALF), lets_go=True)),
+    LOKR: (nothing_between, whole_changes(KRONECKER_IN_16_BITS._replace(forward_bytes=HALF), lets_go=True)),
     LOKR_IN_FP32: (nothing_between, whole_changes(KRONECKER, lets_go=True)),
 }
 """peft's forward holds the product until it was multiplied (tuners/lokr/layer.py ``_get_delta_activations``)."""

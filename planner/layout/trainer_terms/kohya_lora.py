@@ -101,14 +101,14 @@ class _Shape:
 
 
 class _Freed:
-    """Where the buffers of a stage go."""
+    """Where the buffers of a stage are freed."""
 
     def __init__(self, lists: list[_Events]) -> None:
         self.lists = lists
         self.leaving = {buffer: (at, place) for at, one in enumerate(lists) for buffer, place in one.leaving.items()}
 
     def of(self, at: int, buffer: int) -> Place | None:
-        """Of a buffer that the ``at``-th stretch makes; None where it stays."""
+        """The place that frees a buffer which the ``at``-th stretch makes; None where it stays."""
         own = self.lists[at].frees.get(buffer)
         return self.leaving.get(buffer) if own is None else (at, own)
 
@@ -119,17 +119,21 @@ def _copies(run: Run) -> frozenset[int]:
 
 
 def _uncast(run: Run, stage: Stage) -> None:
+    """Takes the copies of adapters' inputs out of a stage. Of each pair of copies (fp32, and 16 bits again) one of four
+    things is true: it stays, as copies of gradients do that nothing frees; it carries a gradient back, and the fp32 one
+    goes; the same fp32 tensor is cast once more, and all three go; or it is an adapter's input, and both go (the
+    fp32 one alone where that input is not found), while the tensor they were made of stays until the later of its own
+    end and the copy's."""
     stretches = stage.stretches
     copies, shape = run.shared(_copies), _Shape(run)
-    these = [_List(events, copies) for _, events in stretches]
-    lists = list(map(_of_events, these))
-    freed = _Freed(lists)
+    event_lists = [_List(events, copies) for _, events in stretches]
+    freed = _Freed(list(map(_of_events, event_lists)))
     gone: dict[int, int] = {}
     """copy -> the stretch that makes it"""
     stays: dict[int, tuple[int, int]] = {}
     """input -> the stretch that makes it, and the copy with whose free it goes now"""
     for at, (moment, events) in enumerate(stretches):
-        for pair in _pairs(these[at], shape) if moment.block >= 0 else ():
+        for pair in _pairs(event_lists[at], shape) if moment.block >= 0 else ():
             half = freed.of(at, pair.half)
             if half is None or freed.of(at, pair.wide) is None:  # a gradient, which stays
                 continue

@@ -15,7 +15,7 @@ from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.lora_layers import keep_by_block
 from planner.layout.trainer_terms.shared import prompts_cached_apart
 from planner.spec.job import QUANTISED
-from planner.tape.program import Stage
+from planner.tape.program import Stage, frees
 
 HALF, FP32 = 2, 4
 KEPT = 2_007_367
@@ -51,7 +51,7 @@ def connectors(run: Run) -> None:
         run.place(stage, [piece for layer in kept for piece in layer], "text connectors", at=0)
         backward: list[int] = []
         for layer, inputs, has_gradient in reversed(list(zip(layers, kept, with_gradient, strict=True))):
-            backward += [~piece for piece in inputs]
+            backward += frees(inputs)
             if stage is run.first_step and has_gradient:
                 name = "gradients of the text connectors"
                 backward += [run.new(HALF * size, "residents", name) for size in layer]

@@ -28,7 +28,7 @@ from planner.layout.trainer_terms.lora_layers import (
 from planner.layout.trainer_terms.lycoris.whole_changes import HADAMARD_KEPT, KRONECKER, whole_changes
 from planner.layout.trainer_terms.sd_scripts.unet import kept_before_adapters
 from planner.layout.trainer_terms.shared import modulation_in_8_bits
-from planner.tape.program import Moment, Stage
+from planner.tape.program import Moment, Stage, frees
 
 EVERY_LAYER, LAYERS_OF_BLOCKS = "every-layer", "layers-of-blocks"
 """The versions of memory terms with adapters on all linear layers, and on all of the blocks (``layer_filter``)."""
@@ -208,7 +208,7 @@ def _checkpoint_prologue(run: Run, stage: Stage, first_size: int, last_size: int
     groups = [held[:count], held[count:]]
     kept = run.new(inputs, "activation", "inputs of checkpoints before the blocks")
     between = made.index(groups[1][0])
-    forward = [*made[:between], *_frees(groups[0]), *made[between:ends], *_frees(groups[1]), kept, *made[ends:]]
+    forward = [*made[:between], *frees(groups[0]), *made[between:ends], *frees(groups[1]), kept, *made[ends:]]
     backward = list(gone)
     for group in groups:
         at = next(at for at, event in enumerate(backward) if event < 0 and ~event in group)
@@ -266,10 +266,6 @@ def _with_convolution_adapters(run: Run, events: Sequence[int]) -> list[int]:
         gone = events.index(~event)
         behind[gone] = [*behind.get(gone, ()), ~copy]
     return [each for at, event in enumerate(events) for each in (*before.get(at, ()), event, *behind.get(at, ()))]
-
-
-def _frees(buffers: Sequence[int]) -> list[int]:
-    return [~buffer for buffer in buffers]
 
 
 FIRST: tuple[Transform, ...] = (text_encoders_together,)

@@ -21,6 +21,12 @@ from planner.layout.trainer_terms.shared import (
     steps_by_itself,
     swap_in_place,
 )
+from planner.layout.trainer_terms.simpletuner_engines import (
+    FSDP_WHOLE,
+    UNDER_ENGINES,
+    undecayed_apart,
+    whole_weights_listed,
+)
 from planner.spec.job import QUANTISED
 from planner.tape.program import Block
 from planner.tape.variants.precision import trained_storage
@@ -207,6 +213,8 @@ def nothing_in_fp32(run: Run) -> None:
             run.resize(buffer, int(numbers * by_number))
 
 
+FIRST: tuple[Transform, ...] = (undecayed_apart,)
+
 TERMS: tuple[Transform, ...] = (
     nothing_in_fp32,
     attention_adapted,
@@ -219,6 +227,7 @@ TERMS: tuple[Transform, ...] = (
     encoders_together,
     cache_kept_while_sampling,
     last_encoder_in_model("simpletuner"),
+    *UNDER_ENGINES,
 )
 
 QUANTISED_WHOLE = "quantised-whole"
@@ -410,6 +419,7 @@ def projections_twice(run: Run) -> None:
 
 BY_VERSION: dict[str, tuple[Transform, ...]] = {
     FUSED: (projections_twice,),
+    FSDP_WHOLE: (whole_weights_listed,),
     UNPADDED: (padding_taken_out,),
     **BASES,
     RAMTORCH: (layers_in_turn, inputs_kept),

@@ -9,8 +9,8 @@ import pytest
 import profiles
 from planner.allocator.caching import CachingAllocator
 from planner.catalog.shapes import grid
-from planner.estimate.estimate import after_step_bytes, estimate
-from planner.evidence.accuracy import PEAKS, Comparison, Prediction, compare, coverage
+from planner.estimate.estimate import estimate
+from planner.evidence.accuracy import PEAKS, Comparison, Prediction, compare, coverage, estimated_after_step
 from planner.evidence.published import Row, read_rows
 from planner.evidence.published_rehearsals import rehearsed_peaks
 from planner.layout.pipeline import lay_out
@@ -65,12 +65,9 @@ def compared() -> list[Comparison]:
     def predict(configuration: Configuration, trainer: str) -> Prediction:
         return Prediction.of(estimate(configuration, load_facts(configuration), trainer))
 
-    def after_step(configuration: Configuration, trainer: str) -> int:
-        return after_step_bytes(configuration, load_facts(configuration), trainer)
-
     files = sorted(profiles.MEASUREMENTS.glob("*.jsonl"))
     rows = [row for path in files for row in read_rows(path, expandable_segments=False)[0]]
-    return compare(rows, predict, after_step)
+    return compare(rows, predict, estimated_after_step)
 
 
 def test_peaks_of_other_trainers(compared: list[Comparison]) -> None:

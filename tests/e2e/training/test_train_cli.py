@@ -166,7 +166,7 @@ def test_ctrl_c_leaves_a_checkpoint(place: runs.Place, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 138, stderr
-    assert "Ctrl-C again ends at once" in stderr and "run the same command again" in stdout
+    assert "Ctrl-C again ends without one" in stderr and "run the same command again" in stdout
     newest, _ = checkpoints.newest(tmp_path / "out", checkpoints.run_id(tmp_path / "out"))
     assert newest is not None and int(newest.name[5:]) >= 3
 

@@ -97,7 +97,7 @@ def test_what_is_not_known_of_mps_is_refused(options: dict[str, Any], fault: str
 @pytest.mark.parametrize(
     "options", [{}, {"optimizer_step": "fused"}, {"torch": "2.13"}, {"gradient_checkpointing": "full"}, {"ema": "gpu"}]
 )
-def test_what_is_known_is_not(options: dict[str, Any]) -> None:
+def test_what_is_known_of_an_apple_card_is_not_refused(options: dict[str, Any]) -> None:
     refuse(options)
 
 

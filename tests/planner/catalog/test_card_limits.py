@@ -54,7 +54,7 @@ def test_what_an_old_card_cannot_do_is_refused(card: str, options: dict[str, Any
         ("p100", {"autocast": "none", "weights_dtype": "fp32"}),
     ],
 )
-def test_what_a_card_can_do_is_not(card: str, options: dict[str, Any]) -> None:
+def test_what_a_card_can_do_is_not_refused(card: str, options: dict[str, Any]) -> None:
     refuse_on_card(configuration(card, **options), card_lookup.gpu(card), lookup.model("sdxl"))
 
 

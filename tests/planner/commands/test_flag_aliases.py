@@ -32,6 +32,10 @@ def options_of(verb: str) -> list[str]:
         ("--frame", "--frames"),
         ("--use_gradient_checkpointing_offload", "--gradient-checkpointing offload"),
         ("--use-8bit-adam", "--optimizer adamw-8bit"),
+        ("--size", "--resolution"),
+        ("--length", "--frames"),
+        ("--fp8", "--weights-dtype fp8"),
+        ("--lora", "--method lora"),
     ],
 )
 def test_meant(typed: str, ours: str) -> None:

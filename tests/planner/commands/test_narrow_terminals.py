@@ -32,6 +32,26 @@ def test_the_effect_of_a_change_stands_beneath_it() -> None:
     assert all(len(line) <= WIDTH and line.startswith(("  ", "or:", "helps, ")) for line in changes)
 
 
+AI_TOOLKIT = """job: extension
+config:
+  process:
+    - network: {type: lora, linear: 32}
+      datasets: [{folder_path: data, num_frames: 41, resolution: [512, 768]}]
+      train: {cache_text_embeddings: true, gradient_checkpointing: true, optimizer: adamw8bit, dtype: bf16}
+      model:
+        {name_or_path: ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16, arch: wan22_14b, quantize: true, qtype: uint4,
+         low_vram: true}
+"""
+
+
+def test_the_cost_of_one_of_several_changes_stands_beneath_it_alone() -> None:
+    Path("a.yaml").write_text(AI_TOOLKIT)
+    out = typed("check", "a.yaml", "--gpu", "5090", code=3).stdout
+    part = out[out.index("smallest change:") :].split("or:")[0].split("as read:")[0]
+    assert "export PYTORCH_CUDA_ALLOC_CONF" in part and part.count("layer_offloading: true") == 1
+    assert "\n      host RAM for the layers\n" in part and "lossless\n" in part
+
+
 def test_checks_of_preflight_are_no_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     typed("suggest", "sdxl", "--gpu", "12GB", "-o", "plan.toml")
     Path("data").mkdir()

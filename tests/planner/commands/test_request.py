@@ -181,6 +181,10 @@ def test_long_clips_are_remarked() -> None:
         ([WAN, "--gpu", "24GB", "--swap-blocks", "99"], 1, "swap_blocks 99"),
         ([WAN, "--gpu", "24GB", "--host-ram", "64XB"], 1, "has an unknown unit"),
         ([WAN, "--gpu", "24GB", "--lora-dropout", "much"], 1, "not a number"),
+        ([WAN, "--gpu", "24GB", "--frames", "5s"], 1, "--frames '5s' is a time"),
+        ([WAN, "--gpu", "24GB", "--method", "QLoRA"], 1, "is a LoRA over a base in 4 bits"),
+        (["wan 2.5", "--gpu", "24GB"], 1, "its weights are not published"),
+        (["svd", "--gpu", "24GB"], 1, "Stable Video Diffusion"),
         ([WAN, "--gpu", "24GB", "--buckets", "81x480"], 1, "not a shape"),
         ([WAN, "--gpu", "24GB", "--buckets", "81x480x832", "--frames", "33"], 1, "so --frames has no effect"),
         ([WAN, "--gpu", "24GB", "--buckets", "81x480x832", "--resolution", "480p"], 1, "so --resolution has no effect"),
@@ -274,3 +278,22 @@ def test_the_option_of_frames_has_the_record_s_values() -> None:
 def test_an_option_without_its_value_points_to_the_help_of_its_command(verb: str) -> None:
     told = CliRunner().invoke(cli, [verb, "wan2.1-t2v-1.3b", "--gpu"], prog_name="vplan")
     assert told.exit_code == 2 and told.stderr.splitlines()[1] == f"fix: see `vplan {verb} --help`"
+
+
+def test_values_of_closed_lists_are_read_in_any_writing() -> None:
+    words = ("--method", "LoRA", "--optimizer", "AdamW_8bit", "--os", "Windows", "--gradient-checkpointing", "FULL")
+    request = resolved_question(WAN, "--gpu", "24GB", *words)
+    assert (request.job.method, request.strategy.optimizer, request.machine.os) == ("lora", "adamw-8bit", "windows")
+    assert request.strategy.gradient_checkpointing == "full"
+
+
+@pytest.mark.parametrize(("word", "fix"), [("2x4090", "did you mean --gpu 2x4090?"), ("much", "see `")])
+def test_a_card_without_its_option_is_offered_with_it(word: str, fix: str) -> None:
+    answer = CliRunner().invoke(cli, ["suggest", WAN, word])
+    assert answer.exit_code == 2 and f"fix: {fix}" in answer.stderr
+
+
+def test_help_of_a_command_may_be_asked_for_as_a_command() -> None:
+    for words, beside in ((["help", "check"], ["check", "--help"]), (["help"], ["--help"])):
+        answers = [CliRunner().invoke(cli, each) for each in (words, beside)]
+        assert answers[0].exit_code == 0 and answers[0].stdout == answers[1].stdout

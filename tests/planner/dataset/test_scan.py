@@ -194,10 +194,9 @@ def test_a_link_to_another_folder_is_named_and_one_within_is_not(tmp_path: Path)
 
 
 def test_captions_without_a_clip_are_noted(tmp_path: Path) -> None:
-    """A misspelt name, or a clip of a kind that is not read, was left out without a word."""
+    """A misspelt name was left out without a word."""
     tiny.write_clips(tmp_path, 2)
     assert "without" not in " ".join(read(tmp_path).notes)
-    (tmp_path / "photo.avif").touch()
     (tmp_path / "photo.txt").write_text("a cat")
     assert "without a video or image of their name: 1 caption (photo.txt)" in read(tmp_path).notes
     assert "photo" not in " ".join(read(tmp_path, caption="a cat").notes)

@@ -153,9 +153,9 @@ def test_two_layers_of_ai_toolkits_page_are_priced(tmp_path: Path) -> None:
 
 def test_a_list_one_level_up_does_nothing_and_is_told_so(tmp_path: Path) -> None:
     found = case(tmp_path, "train.yaml", LAST_BEN % f"only_if_contains: {TWO}")
-    assert found.job.lora_targets is None and not found.given.unknown
+    assert found.job.lora_targets is None and not found.invocation.unknown
     assert ("network.only_if_contains", "it is read as network.network_kwargs.only_if_contains alone") in (
-        found.reading.ineffective
+        found.translation.ineffective
     )
 
 

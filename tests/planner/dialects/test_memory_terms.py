@@ -26,6 +26,7 @@ from planner.layout.phases import encodings
 from planner.layout.pipeline import lay_out
 from planner.layout.run import STRATEGY_MOMENT, Run
 from planner.layout.trainer_terms import diffusers, easyanimate, latentsync, lora_layers, musubi_tuner
+from planner.layout.trainer_terms.diffusers import sample_terms
 from planner.layout.trainer_terms.shared import clip_pixels
 from planner.layout.trainer_terms.simpletuner import QUANTO, TORCHAO_WHOLE
 from planner.spec.configuration import Configuration
@@ -360,7 +361,7 @@ def test_a_pipeline_brings_its_text_encoders_to_validation(mode: str) -> None:
     strategy = run.strategy.replace(validation_mode=mode)
     run.configuration = replace(run.configuration, strategy=strategy)
     run.phases.validation = (("denoise", Stage("denoise", [])), ("decode", Stage("decode", [])))
-    diffusers.validation_prompts(run)
+    sample_terms.validation_prompts(run)
     found = {entry.phase: entry for entry in replay_stages(run)}
     encoders = component_bytes(run, "cached") - 2 * MODEL.vae.parameters
     weights = LOADED - CUBLAS
@@ -376,8 +377,8 @@ def sampled(mode: str, **strategy: str) -> Run:
     run = done_by("diffusers@cogvideox-factory", **strategy)
     run.configuration = replace(run.configuration, strategy=run.strategy.replace(validation_mode=mode))
     run.phases.validation = (("denoise", Stage("denoise", [])), ("decode", Stage("decode", [])))
-    diffusers.validation_prompts(run)
-    diffusers.tested_beside_the_trained(run)
+    sample_terms.validation_prompts(run)
+    sample_terms.tested_beside_the_trained(run)
     return run
 
 

@@ -101,5 +101,144 @@ def test_a_bare_script_behind_cd_is_its_trainers(folder: str, tmp_path: Path) ->
 def test_dropout_of_adapters_is_told_and_left_out(command: str, tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(f"{command} --fp8_base --gradient_checkpointing\n")
     case = read_case(*dialects.read_script(from_file(tmp_path / "a.sh")), {}, {"gpu": "80GB"})
-    assert case.reading.job["lora_dropout"] == 0.1 and case.job.lora_dropout == 0
+    assert case.translation.job["lora_dropout"] == 0.1 and case.job.lora_dropout == 0
     assert any("LoRA dropout 0.1" in note for note in case.notes)
+
+
+CMD = """@echo off
+rem it's my card's script
+:: don't edit
+set "MODELS=D:\\\\AI"
+set /a RANK=32
+set DIT=%MODELS%\\wan2.1_t2v_14B.safetensors
+cd /d %~dp0musubi-tuner
+echo That's step 1
+python src/musubi_tuner/wan_cache_latents.py --dataset_config a.toml ^
+  --vae v.safetensors
+if %ERRORLEVEL% NEQ 0 (
+    echo Can't cache
+    exit /b 1
+)
+accelerate launch src\\musubi_tuner\\wan_train_network.py ^
+  --task t2v-14B --dit "%DIT%" ^
+  --dataset_config "%~dp0set.toml" --network_dim !RANK! --blocks_to_swap %BLOCKS%
+pause
+"""
+
+
+def test_cmd_s_variables_and_comments_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.bat").write_text(CMD.replace("\n", "\r\n"), newline="")
+    script = from_file(tmp_path / "a.bat")
+    words = script.programs[-1].arguments
+    assert words[words.index("--dit") + 1] == "D:/AI/wan2.1_t2v_14B.safetensors"
+    assert words[words.index("--network_dim") + 1] == "32"
+    assert words[words.index("--dataset_config") + 1] == "set.toml"
+    assert script.programs[-1].script == "musubi-tuner/src/musubi_tuner/wan_train_network.py"
+    assert script.windows and "$BLOCKS not assigned in a.bat: taken as written" in script.notes
+
+
+MARKED = [
+    ("a.ps1", "accelerate launch {} --fp8_base `   # needed\n  --network_alpha 8 `\n  --seed 1\n"),
+    ("b.sh", "accelerate launch {} --fp8_base \\  # it's needed\n  --network_alpha 8 \\ \n  --seed 1\n"),
+    ("c.sh", 'accelerate launch {} --fp8_base --output_name "a # b" \\  # needed\n --network_alpha 8 # 8\n --seed 1\n'),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), MARKED, ids=[name for name, _ in MARKED])
+def test_a_comment_behind_a_flag_ends_no_command(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text.format(WAN))
+    script = from_file(tmp_path / name)
+    (program,) = script.programs
+    assert program.arguments[-4:] == ("--network_alpha", "8", "--seed", "1")
+    assert not {"`", "\\", " ", "#"} & set(program.arguments) and len(script.notes) == 1
+    assert name == "a.ps1" or "a shell needs a \\ at the end" in script.notes[0]
+
+
+def test_what_a_comment_between_flags_cuts_off_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(
+        f"accelerate launch {WAN} \\\n  --fp8_base \\\n  # --seed 1 \\\n  --network_alpha 8\n"
+    )
+    script = from_file(tmp_path / "a.sh")
+    assert script.programs[-1].arguments[-1] == "--fp8_base"
+    assert script.notes == ("left out, as a shell ends the command at the comment above it: '--network_alpha 8'",)
+
+
+def test_a_notebook_s_variables_stand_in_its_commands(tmp_path: Path) -> None:
+    flags = f"{WAN.replace('t2v-14B', '$TASK').replace('32', '{RANK}')} --output_name {{NAME}}"
+    cell = ["RANK = 16 #@param\n", "NAME = f'{x}'\n", "os.environ['TASK'] = \"t2v-14B\"\n", "a == 1\n"]
+    cell.append(f"!accelerate launch {flags}")
+    cells = [{"cell_type": "code", "source": cell}]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    (program,) = from_file(tmp_path / "a.ipynb").programs
+    assert program.arguments[:2] == ("--task", "t2v-14B")
+    assert program.arguments[-4:] == ("--network_dim", "16", "--output_name", "{NAME}")
+
+
+def test_a_command_is_found_in_a_post(tmp_path: Path) -> None:
+    post = f"Hi, it's me. Here's what I run:\n\n  $ {LAUNCH} \\\n    --fp8_base\n\nIt doesn't fit, and I'm lost.\n"
+    (tmp_path / "post.txt").write_text(post)
+    script = from_file(tmp_path / "post.txt")
+    (program,) = script.programs
+    assert program.arguments[-1] == "--fp8_base"
+    assert script.notes == ("a command among other text: the text is left out",)
+    for text in (f"#!/bin/bash\necho it's\n{LAUNCH}\n", "it's prose\n"):
+        (tmp_path / "a.sh").write_text(text)
+        with pytest.raises(VplanError, match="never closed"):
+            from_file(tmp_path / "a.sh")
+
+
+OF_WINDOWS = [
+    ("a.bat", BAT, True), ("a.ps1", PS1, True), ("a.sh", f"{LAUNCH}\n", False),
+    ("b.sh", f"{LAUNCH} --vae s3://x\n", False),
+    ("c.txt", f"{LAUNCH} --vae C:/models/vae.safetensors\n", True),
+    ("a.json", '{"model_type": "FLUX_DEV_1", "concepts": [{"path": "D:\\\\data"}]}', True),
+    ("b.json", '{"model_type": "FLUX_DEV_1", "url": "https://x.y/z"}', False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "windows"), OF_WINDOWS, ids=[name for name, _, _ in OF_WINDOWS])
+def test_a_script_of_windows_is_priced_on_windows(name: str, text: str, windows: bool, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert from_file(tmp_path / name).windows == windows
+    if name.endswith(("json", "ps1")):
+        return
+    for typed in ([], ["--os", "linux"]):
+        words = ["check", str(tmp_path / name), "--gpu", "1x80GB", "--no-fixes", "--json", *typed]
+        answer = json.loads(CliRunner().invoke(cli, words).stdout)
+        notes = " ".join(answer["estimate"]["assumptions"])
+        for said in ("taken for Windows", "no expandable segments on Windows"):
+            assert (said in notes) == (windows and not typed)
+
+
+def test_a_batch_file_takes_the_files_that_it_names(tmp_path: Path) -> None:
+    (tmp_path / "set.toml").write_text('[general]\nresolution = [480, 320]\n[[datasets]]\nvideo_directory = "v"\n')
+    (tmp_path / "a.bat").write_text(BAT.rstrip() + " --dataset_config D:\\sets\\set.toml\n")
+    words = ["check", str(tmp_path / "a.bat"), str(tmp_path / "set.toml"), "--gpu", "80GB", "--no-fixes", "--json"]
+    answer = json.loads(CliRunner().invoke(cli, words).stdout)
+    assert (answer["job"]["height"], answer["job"]["width"]) == (320, 480)
+
+
+JOB = f"""#!/bin/bash
+#SBATCH --nodes=1
+#SBATCH --gres=gpu:{{}}
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+PORT=$((29500 + SLURM_JOB_ID % 1000))
+srun accelerate launch --num_processes 4 --main_process_ip $MASTER_ADDR --main_process_port $PORT {WAN}
+"""
+
+
+def test_what_only_a_shell_could_say_is_one_word(tmp_path: Path) -> None:
+    (tmp_path / "job.sbatch").write_text(JOB.format("a100:4"))
+    (program,) = from_file(tmp_path / "job.sbatch").programs
+    assert (program.script, program.gpus) == ("src/musubi_tuner/wan_train_network.py", 4)
+    assert program.launch["--main_process_port"] == "$((29500 + SLURM_JOB_ID % 1000))"
+
+
+@pytest.mark.parametrize(
+    ("asked", "fix"),
+    [("a100:4", "asks Slurm for 4xa100: use one of a100-40gb"), ("h100:2", "pass --gpu 2xh100, which"), ("4", "80GB")],
+)
+def test_the_card_that_a_job_asks_for_is_offered(asked: str, fix: str, tmp_path: Path) -> None:
+    (tmp_path / "job.sbatch").write_text(JOB.format(asked))
+    answer = CliRunner().invoke(cli, ["check", str(tmp_path / "job.sbatch")])
+    assert answer.exit_code == 2 and fix in answer.output

@@ -31,7 +31,7 @@ MODELS = {
     "simpletuner": ("flux.1-dev", "wan2.1-t2v-1.3b", "qwen-image", "sdxl"),
     "videox-fun": ("wan2.1-t2v-14b",),
 }
-NO_ZERO = ("ai-toolkit", "diffusion-pipe", "latentsync", "musubi-tuner", "diffusers-pipeline", "simpletuner")
+NO_ZERO = ("ai-toolkit", "diffusion-pipe", "latentsync", "musubi-tuner", "diffusers-pipeline")
 NEVER = {
     "diffsynth": ("--training_strategy", "--train_batch_size", "--batch_size", "--cpu_offload ", "--optimize_on_cpu"),
     "sd-scripts": ("--xformers", "--highvram"),

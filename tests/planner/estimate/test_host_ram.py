@@ -16,6 +16,7 @@ from planner.estimate.host_ram import HostRam, host_ram
 from planner.layout.pipeline import lay_out
 from planner.layout.recordings import load_facts
 from planner.layout.run import Run
+from planner.layout.sharding.host_memory import engine_host_bytes
 from planner.spec.configuration import Configuration
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Estimate
@@ -125,6 +126,16 @@ def test_a_copy_takes_at_most_half_of_what_is_free() -> None:
     assert host_ram(run, enough).nbytes == held + copied
     assert host_ram(run, short).nbytes == host_ram(run, short).phases["save"] == held + 2 * GIB
     assert host_ram(run, short).phases["train"] == held
+
+
+def test_zero_3_takes_what_is_trained_through_host_ram() -> None:
+    """Each rank its own share, in 16 bits, when the weights are loaded; what stays in host RAM is not moved."""
+    loading, offloaded = (
+        needs(WAN, ALL, 2, sharding="zero-3", offload_params=where).phases["load"] for where in ("none", "cpu")
+    )
+    assert loading - 2 * PROCESS_BYTES == pytest.approx(2 * WAN.parameters, rel=0.001)
+    run = laid_out(WAN, ALL, 2, sharding="zero-3", offload_params="cpu")
+    assert offloaded == 2 * (PROCESS_BYTES + engine_host_bytes(run).weights + 2 * max(run.elements.values()))
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,3 +95,39 @@ def test_engines_pin_in_powers_of_two_and_leave_adams_states_pageable(words: str
     trained = 25_509_888  # LoRA of rank 128, over both ranks
     pageable = 8 + 4 * ("zero-3" in words)  # two states, and stage 3's master
     assert held - host["pinned_bytes"] == pytest.approx(pageable * trained, rel=0.01)
+
+
+@pytest.mark.parametrize(("blocks", "verdict"), [(6, "fits"), (8, "tight")])
+def test_what_wsl_may_refuse_to_pin_is_tight_in_a_check(tmp_path: Path, blocks: int, verdict: str) -> None:
+    """The two runs of diffusion-pipe#306, of which the second ended with 60 GB of RAM: on Linux both fit."""
+    (tmp_path / "data.toml").write_text("resolutions = [1024]\nframe_buckets = [1]\n[[directory]]\npath = 'data'\n")
+    (tmp_path / "job.toml").write_text(
+        f"output_dir = 'out'\ndataset = '{tmp_path / 'data.toml'}'\nmicro_batch_size_per_gpu = 1\n"
+        f"activation_checkpointing = true\nblocks_to_swap = {blocks}\n[model]\ntype = 'wan'\ndtype = 'bfloat16'\n"
+        "ckpt_path = 'Wan2.1-T2V-1.3B'\n[adapter]\ntype = 'lora'\nrank = 32\ndtype = 'bfloat16'\n"
+        "[optimizer]\ntype = 'adamw_optimi'\nlr = 2e-5\n"
+    )
+    line = f"check {tmp_path / 'job.toml'} --gpu 4080 --host-ram 60GiB --os"
+    assert answer(f"{line} linux")["verdict"] == "fits"
+    found = answer(f"{line} wsl")
+    assert found["verdict"] == verdict and found["limit"] is None
+    refuses = [note for note in found["estimate"]["assumptions"] if note.startswith("WSL may refuse to pin")]
+    assert len(refuses) == (verdict == "tight")
+
+
+@pytest.mark.parametrize(
+    ("ram", "verdict"), [("", "fits"), ("--host-ram 64GiB", "fits"), ("--host-ram 32GiB", "tight")]
+)
+def test_what_a_page_file_must_stand_behind_is_tight_in_a_check(ram: str, verdict: str) -> None:
+    """fluxgym's script, which ended with 32 GB of RAM on Windows (cocktailpeanut/fluxgym#40, #417) and ran with 64."""
+    command = (
+        "accelerate launch --mixed_precision bf16 flux_train_network.py --pretrained_model_name_or_path flux1-dev.sft "
+        "--clip_l clip_l.safetensors --t5xxl t5xxl_fp16.safetensors --ae ae.sft --cache_latents_to_disk --sdpa "
+        "--gradient_checkpointing --network_module networks.lora_flux --network_dim 4 --optimizer_type adamw8bit "
+        "--cache_text_encoder_outputs --fp8_base --network_train_unet_only --resolution 512,512"
+    )
+    found = answer(f"check --gpu rtx4060ti-16gb --os windows {ram} -- {command}")
+    assert found["verdict"] == verdict
+    told = [note for note in found["estimate"]["assumptions"] if note.startswith("RAM and page file must be")]
+    assert len(told) == (verdict == "tight")
+    assert answer(f"check --gpu rtx4060ti-16gb --os linux {ram} -- {command}")["verdict"] == "fits"

@@ -125,3 +125,35 @@ def test_an_encoder_that_the_script_holds_goes_by_offload_beside_cached_latents(
     assert settings["--offload"] is True and settings["--cache_latents"] is True
     away = read(tmp_path, f"{SANA} --cache_latents --offload")
     assert (away.strategy["text_encoder"], away.strategy["vae"]) == ("cached", "cached")
+
+
+SD3_FULL = "train_dreambooth_sd3.py --pretrained_model_name_or_path stabilityai/stable-diffusion-3-medium-diffusers"
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        (f"{SD3} --resolution 512 --validation_prompt x", (1024, 1024)),
+        (f"{SD3} --resolution 1024 --validation_prompt x", None),
+        (f"{SD3} --resolution 512", None),
+        (f"{SD3_FULL} --resolution 256 --validation_prompt x", (1024, 1024)),
+        ("train_text_to_image.py --pretrained_model_name_or_path stabilityai/stable-diffusion-2-1 --resolution 512 "
+         "--validation_prompts x y", (768, 768)),
+        ("train_cogvideox_lora.py --pretrained_model_name_or_path THUDM/CogVideoX-2b --height 256 --width 256 "
+         "--max_num_frames 17 --validation_prompt x", None),
+    ],
+)  # fmt: skip
+def test_samples_have_the_pipelines_own_size(tmp_path: Path, words: str, size: tuple[int, int] | None) -> None:
+    """No script for images passes a height (58eb52c ``pipeline_args``)."""
+    found = read(tmp_path, words).job["validation"]
+    assert (found and (found["height"], found["width"])) == size
+
+
+def test_samples_of_another_size_are_not_written(tmp_path: Path) -> None:
+    found = read(tmp_path, f"{SD3} --resolution 512 --validation_prompt x")
+    fields = found.job | found.strategy | {"gpus": 1, "nodes": 1}
+    assert settings_for(DIALECT, fields)["--validation_prompt"]
+    for shape in (None, {**fields["validation"], "height": 512}):
+        with pytest.raises(InexpressibleError, match="the pipeline's own size"):
+            settings_for(DIALECT, fields | {"validation": shape})
+    assert settings_for(DIALECT, fields | {"height": 1024, "width": 1024, "validation": None})["--validation_prompt"]

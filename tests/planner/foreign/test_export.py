@@ -19,7 +19,16 @@ from planner.dialects.accelerate import settings as accelerate
 from planner.dialects.base import config_text, flags
 from planner.dialects.base.dialect import nearest_fields, settings_for
 from planner.errors import VplanError
-from planner.foreign.export import able, export, export_targets, fields_of, flags_of, plan_with, priced, write_files
+from planner.foreign.export import (
+    export,
+    export_targets,
+    fields_of,
+    flags_of,
+    plan_with,
+    priced,
+    write_files,
+    writers_of,
+)
 from planner.spec.combinations.contradictions import refuse_contradictions
 from planner.spec.job import Job, Machine, Strategy
 from planner.spec.plan import Plan, read_plan, write_plan
@@ -309,7 +318,7 @@ def test_a_trainer_of_other_models_names_those_that_can_write_the_plan(target: s
     asked = plan(gradient_checkpointing="partial", checkpointed_blocks=25)
     with pytest.raises(VplanError, match="model 'wan") as raised:
         export(asked, target)
-    exact, near = able(asked)
+    exact, near = writers_of(asked)
     assert raised.value.fix == (
         "--to accelerate, slurm can write this plan; "
         "--to ai-toolkit, diffsynth, diffusion-pipe, musubi-tuner, simpletuner, videox-fun one near it (--nearest)"

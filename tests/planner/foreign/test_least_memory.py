@@ -213,7 +213,7 @@ def test_to_make_no_sample_can_be_said_whatever_its_shape(target: str, tmp_path:
     case = next(cases(target, tmp_path))
     settable = {name for binding in case.dialect.bindings for name in binding.fields if not isinstance(binding, Fixed)}
     shape = {"validation": ValidationShape(frames=1, height=256, width=256)} if "validation" in settable else {}
-    bare = replace(case, given=replace(case.given, settings={}))
+    bare = replace(case, invocation=replace(case.invocation, settings={}))
     sampled = bare.changed({"validation_mode": "on", **shape})
     (move,) = (move for move in moves_of(sampled) if move.changes.get("validation_mode") == "off")
     assert list(move_words(sampled, sampled.changed(move.changes), move))

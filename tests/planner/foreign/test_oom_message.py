@@ -274,3 +274,38 @@ def test_a_message_that_was_cut_says_what_its_end_would() -> None:
     assert "The card was full: it had no 2.00 GiB left, and the message does not say what held the rest." in lines
     assert any("paste the message to its end" in line and "add the command" in line for line in lines)
     assert not any("unknown" in line for line in lines)
+
+
+CARD_OF = "GPU 0 has a total capacity of"
+
+
+def test_frames_of_windows_and_of_debian_are_not_torch_s_own() -> None:
+    text = (
+        'File "E:\\ai-toolkit\\toolkit\\util\\quantize.py", line 308, in quantize_model\n    block.to("cpu")\n'
+        '  File "C:\\envs\\a\\lib\\site-packages\\torch\\nn\\module.py", line 1371, in to\n    self._apply(c)\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB."
+    )
+    assert parse_oom_message(text).frame == "util/quantize.py:308 in quantize_model"
+    text = text.replace("C:\\envs\\a\\lib\\site-packages\\torch\\nn\\", "/usr/lib/python3/dist-packages/torch/nn/")
+    assert parse_oom_message(text).frame == "util/quantize.py:308 in quantize_model"
+
+
+def test_a_message_that_ends_behind_what_is_free_proves_no_cause() -> None:
+    text = f"CUDA out of memory. Tried to allocate 126.00 MiB. {CARD_OF} 23.65 GiB of which 61 MiB is free."
+    found = explain(parse_oom_message(text))
+    assert (found.cause, "ends before it says what held the rest" in found.why) == ("unknown", True)
+
+
+def test_what_a_desktop_held_is_in_the_list() -> None:
+    text = (  # https://github.com/Nerogar/OneTrainer/issues/841
+        f"CUDA out of memory. Tried to allocate 108.00 MiB. {CARD_OF} 23.51 GiB of which 98.31 MiB is free. Including "
+        "non-PyTorch memory, this process has 20.99 GiB memory in use. Of the allocated memory 20.58 GiB is allocated "
+        "by PyTorch, and 13.10 MiB is reserved by PyTorch but unallocated."
+    )
+    assert any(line.split()[:3] == ["other", "processes", "2.2"] for line in render(explain(parse_oom_message(text))))
+
+
+def test_a_log_that_powershell_wrote_is_read(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_bytes("CUDA out of memory. Tried to allocate 20.00 MiB.".encode("utf-16"))
+    answer = CliRunner().invoke(cli, ["check", "--error", str(tmp_path / "train.log")])
+    assert answer.exit_code == 0 and "20.00 MiB could not be allocated" in answer.stdout

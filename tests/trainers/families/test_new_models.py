@@ -21,7 +21,8 @@ import profiles
 from planner.catalog import lookup
 from planner.commands import cli
 from planner.errors import VplanError
-from planner.tape.codec import write_tape
+from planner.tape.codec import tape_json
+from planner.tape.packed_json import write_packed
 from planner.tape.variants.inventory import optimizer_variants, step_variants
 from trainers import families
 from trainers.recording import tapes
@@ -77,7 +78,8 @@ def recorded(folder: Path, name: str) -> None:
     profile = lookup.model(name)
     variants = (*step_variants(profile), *optimizer_variants(profile))
     for variant in (one for one in variants if one.name in (STEP, OPTIMIZER)):
-        write_tape(tapes.record(profile, variant), folder / "tapes" / name / f"{variant.name}.json.gz")
+        path = folder / "tapes" / name / f"{variant.name}.json.gz"
+        write_packed(tape_json(tapes.record(profile, variant)), path)
 
 
 def estimated(name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,23 @@ def test_a_process_without_a_card_writes_nothing(tmp_path: Path) -> None:
     python(tmp_path, "import torch; torch.ones(2).sum().item()", VPLAN_GPU_FOLDER=str(tmp_path))
     assert read_observed(tmp_path) == []
     assert json.dumps([path.name for path in tmp_path.glob("observed-*")]) == "[]"
+
+
+def test_deepspeed_s_adam_of_the_card_is_not_compiled(tmp_path: Path) -> None:
+    folder = tmp_path / "deepspeed" / "ops" / "adam"
+    folder.mkdir(parents=True)
+    for package in (folder.parents[1], folder.parents[0], folder):
+        (package / "__init__.py").write_text("")
+    source = """
+    class FusedAdamBuilder:
+        def load(self):
+            raise RuntimeError("CUDA_HOME does not exist")
+    class FusedAdam:
+        def __init__(self):
+            self.multi_tensor_adam = FusedAdamBuilder().load().multi_tensor_adam
+    """
+    (folder / "fused_adam.py").write_text(textwrap.dedent(source))
+    program = (
+        "from deepspeed.ops.adam.fused_adam import FusedAdam; print(FusedAdam().multi_tensor_adam(2048, [[]], 1.0))"
+    )
+    assert python(tmp_path, program, VPLAN_GPU_FOLDER=str(tmp_path)) == "None\n"

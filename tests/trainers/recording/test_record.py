@@ -20,13 +20,14 @@ from planner.spec.job import QUANTISED as QUANTISED_BASES
 from planner.spec.job import Job, Strategy
 from planner.tape.codec import parse_tape, read_tape, tape_json
 from planner.tape.format import ATOMS, Monomial, Tape
-from planner.tape.packs import is_stored, read_recording, stored_below
+from planner.tape.packs import is_stored, read_recording
 from planner.tape.parameter_table import FILE as PARAMETERS
 from planner.tape.parameter_table import read_parameters
 from planner.tape.program import Program
 from planner.tape.variants.inventory import default_variants, requested_variants, step_variants
 from planner.tape.variants.variant import OptimizerVariant, SampleVariant, StepVariant
 from tests.covering import in_turns
+from tests.shipped_tapes import shipped_tapes
 from trainers.families import family
 from trainers.recording import tapes
 from trainers.recording.comparison import NOT_COMPARED, first_difference
@@ -293,12 +294,12 @@ def test_every_model_ships_what_plans_are_made_of() -> None:
 
 
 def test_no_tape_is_shipped_that_nothing_records() -> None:
-    assert not set(stored_below(profiles.TAPES)) - expected()
+    assert not set(shipped_tapes()) - expected()
 
 
 def test_sizes_read_at_primes_show_every_atom() -> None:
     """What grows with the clip must not be taken for a constant: such a size would be hundreds of MiB at the primes."""
-    ones = [path for path in stored_below(profiles.TAPES) if path.match("step-*-one.json.gz")]
+    ones = [path for path in shipped_tapes() if path.match("step-*-one.json.gz")]
     assert ones
     for path in ones:  # where the batch shows in no size
         found = read_tape(path)

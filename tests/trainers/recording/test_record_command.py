@@ -23,8 +23,9 @@ from planner.layout.recordings import load_facts
 from planner.spec.configuration import Configuration
 from planner.spec.job import Machine, Strategy
 from planner.tape.format import Monomial, Section, Tape, Template
-from planner.tape.packs import stored, stored_below
+from planner.tape.packs import stored
 from planner.tape.variants.trainer_models import OWN_CODE
+from tests.shipped_tapes import shipped_tapes
 from trainers.recording.comparison import first_difference, what_differs
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
@@ -170,7 +171,7 @@ def test_check_is_of_every_tape_that_is_shipped(monkeypatch: pytest.MonkeyPatch)
     def checked() -> set[Path]:
         return {task.path for task in record._tasks(dict.fromkeys(profiles.model_names()), wanted, profiles.TAPES)}
 
-    shipped = set(stored_below(profiles.TAPES))
+    shipped = set(shipped_tapes())
     ends = tuple(f"-{code.replace('@', '-')}.json.gz" for code in OWN_CODE)
     of_trainers = {path for path in shipped if path.name.startswith("step-") and path.name.endswith(ends)}
     monkeypatch.delenv(CHECKOUT, raising=False)

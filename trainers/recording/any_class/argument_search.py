@@ -249,10 +249,10 @@ class ArgumentSearch:
                     return found
         return None
 
-    def _is_as_wide(self, found: FoundArguments) -> bool:
+    def _is_as_wide(self, arguments: FoundArguments) -> bool:
         """Whether the model's output has the shape of its latents."""
-        latents = found.forward[self.main] if self.main else None
-        shape = tuple(next(tensors_in(found.output)).shape)
+        latents = arguments.forward[self.main] if self.main else None
+        shape = tuple(next(tensors_in(arguments.output)).shape)
         return isinstance(latents, str) and parse_argument(latents, "latents").shape(self.grid) == shape
 
     def _note(self, missing: list[MissingArgument], complaint: str = "") -> None:

@@ -292,17 +292,7 @@ class _Description:
             f"S{number or ''}": {"constant": constant, "products": products}
             for number, (constant, products) in enumerate(told)
         }
-        if out == shape:
-            pass
-        elif _except(out, axis) == _except(shape, axis) and out[axis] == 2 * shape[axis]:
-            call["prediction"] = "half"
-            self.assumed.append("the second half of its output, a variance, is left out of the loss")
-        elif _except(out, axis) == _except(shape, axis) and out[axis] < shape[axis]:
-            call["condition"] = shape[axis] - out[axis]
-            self.assumed.append(f"{call['condition']} of {shape[axis]} channels are a condition, not latents")
-        else:
-            call["target"] = _described(out, self.answer.grid)
-            self.assumed.append(f"the loss compares an output of {call['target']} with one of its kind")
+        call |= self._prediction(out, shape, axis)
         for name, tree in self.answer.forward.items():
             known = "as is known of the class" if name in self.inputs.inputs else "found by dry runs"
             said = "as you said" if name in self.said.inputs else known
@@ -314,6 +304,27 @@ class _Description:
         outside = [name for name in call["idle"] if f".{LAST}." not in name]
         if outside:
             self.assumed.append(f"{len(outside)} parameters get no gradient, such as {outside[0]}")
+        return {**call, "traits": self._traits(stacks)}
+
+    def _prediction(self, out: list[int], shape: list[int], axis: int) -> dict[str, Any]:
+        """What of an output of shape ``out`` the loss is of, for latents of ``shape``; nothing where it is as they are.
+        ``axis``: that of the channels."""
+        if out == shape:
+            return {}
+        alike_beside = _except(out, axis) == _except(shape, axis)
+        if alike_beside and out[axis] == 2 * shape[axis]:
+            self.assumed.append("the second half of its output, a variance, is left out of the loss")
+            return {"prediction": "half"}
+        if alike_beside and out[axis] < shape[axis]:
+            condition = shape[axis] - out[axis]
+            self.assumed.append(f"{condition} of {shape[axis]} channels are a condition, not latents")
+            return {"condition": condition}
+        target = _described(out, self.answer.grid)
+        self.assumed.append(f"the loss compares an output of {target} with one of its kind")
+        return {"target": target}
+
+    def _traits(self, stacks: Sequence[Stack]) -> dict[str, Any]:
+        """The traits of the class, as a profile writes them."""
         traits: dict[str, Any] = {
             "part": self.pipeline.part if self.pipeline else "transformer",
             "stages": not any(stack.alike for stack in stacks),
@@ -324,7 +335,7 @@ class _Description:
             "attends_by_card": self.fake.attends_by_card,
             "not_encoded": "the samples of this class",
         }
-        return {**call, "traits": Traits.read(traits).to_json()}
+        return Traits.read(traits).to_json()
 
     def _lora_targets(self, stacks: Sequence[Stack]) -> tuple[str, ...]:
         """The layers that a LoRA is put on: attention's by diffusers' names, else all linear layers of the blocks."""

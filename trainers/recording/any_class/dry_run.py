@@ -217,6 +217,22 @@ def mismatched(error: str) -> Iterator[tuple[int, int]]:
 _INVALID_VIEW = re.compile(r"shape '\[(?P<shape>[\d, ]+)\]' is invalid for input of size (?P<size>\d+)")
 
 
+MOST_CONCATENATED = 9000
+"""Channels beyond which a larger size is no concatenation."""
+
+
+def _width_behind(wrong: int, right: int, placeholder: int, unknown: set[int]) -> int | None:
+    """What a placeholder would have to be for a size ``wrong`` to be ``right``; None where it has no part in it."""
+    if wrong in unknown:
+        return right if wrong == placeholder and right not in unknown else None
+    beside, times = wrong - placeholder, wrong // placeholder
+    if 0 < beside < MOST_CONCATENATED and right > beside:
+        return right - beside  # something was concatenated to it
+    if right and wrong % placeholder == 0 and right % times == 0:
+        return right // times  # it was folded, as cells of a patch are
+    return None
+
+
 def likely_widths(error: str, unknown: set[int]) -> Iterator[tuple[int, int]]:
     """(placeholder, the width that a layer expects in its place) from an error message, the most likely first."""
     if view := _INVALID_VIEW.search(error):
@@ -227,14 +243,9 @@ def likely_widths(error: str, unknown: set[int]) -> Iterator[tuple[int, int]]:
                 yield placeholder, int(view["size"]) // rest
     for wrong, right in mismatched(error):
         for placeholder in unknown:
-            if wrong == placeholder and right not in unknown:
-                yield placeholder, right
-            elif wrong in unknown:
-                continue
-            elif wrong > placeholder and right - (wrong - placeholder) > 0 and wrong - placeholder < 9000:
-                yield placeholder, right - (wrong - placeholder)  # something was concatenated to it
-            elif right and wrong % placeholder == 0 and right % (wrong // placeholder) == 0:
-                yield placeholder, right // (wrong // placeholder)  # it was folded, as cells of a patch are
+            width = _width_behind(wrong, right, placeholder, unknown)
+            if width is not None:
+                yield placeholder, width
     numbers = [int(number) for number in re.findall(r"\d+", error)]
     for placeholder, number in itertools.product(unknown & set(numbers), numbers):
         if number not in unknown and number > GRID["B"] and number not in LENGTHS:

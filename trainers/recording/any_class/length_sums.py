@@ -181,14 +181,14 @@ def _agrees(factoriser: Factoriser, one: RawAllocation, two: RawAllocation, valu
     return bool(coefficient * product == two.nbytes)
 
 
-def new_sum(found: Iterable[Mismatch], grid: Mapping[str, int], other: Mapping[str, int], known: Sums) -> Sums:
+def new_sum(unexplained: Iterable[Mismatch], grid: Mapping[str, int], other: Mapping[str, int], known: Sums) -> Sums:
     """The known sums and one more that explains a mismatch; the same sums if there is none.
 
     A size is ``c * (constant + sum of products)`` at both shapes, so ``c`` is the quotient of the differences between
     the shapes, and the constant is the remainder.
     """
     atoms = [atom for atom in "BFHWTE" if min(grid[atom], other[atom]) > FEW]
-    rests = {_rests(entry.first, grid, entry.second, other, atoms) for entry in found}
+    rests = {_rests(entry.first, grid, entry.second, other, atoms) for entry in unexplained}
     fits = []
     for (left, right), products in itertools.product(rests, _combinations(grid)):
         one, two = (sum(math.prod(shape[atom] for atom in product) for product in products) for shape in (grid, other))

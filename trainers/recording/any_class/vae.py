@@ -34,6 +34,17 @@ class LatentSpace(NamedTuple):
     """of its latents; None if the VAE is not known"""
 
 
+class KnownShrinkage(NamedTuple):
+    """By how much a VAE shrinks a clip, and who says so, before it is tried."""
+
+    spatial: int | None
+    """pixels to a latent, along each side; None if nothing says it"""
+    temporal: int
+    """frames to a latent frame"""
+    origin: str
+    """in words"""
+
+
 class Latents(NamedTuple):
     """What is known of a model's latents without knowing the VAE."""
 
@@ -44,14 +55,14 @@ class Latents(NamedTuple):
 
 
 def latent_space(
-    source: Source, pipeline: PipelineFacts | None, inputs: OwnInputs, latents: Latents, said: OwnInputs
+    source: Source, pipeline: PipelineFacts | None, inputs: OwnInputs, latents: Latents, from_user: OwnInputs
 ) -> LatentSpace:
-    """The latent space of a model. ``said``: the user's own input, the only one that overrides the folder's VAE; it is
+    """The latent space of a model. ``from_user``: the user's own input, which alone overrides the folder's VAE; it is
     part of ``inputs``. Raises a VplanError if nothing tells how much the VAE shrinks a clip."""
     if source.vae is not None:
-        return _of_folder(source.vae, said)
+        return _of_folder(source.vae, from_user)
     class_name = (pipeline.parts.get("vae", "") if pipeline else "").split(" | ")[0]
-    spatial, temporal, origin = _factors(pipeline, inputs, latents, class_name)
+    spatial, temporal, origin = _known_shrinkage(pipeline, inputs, latents, class_name)
     if spatial is None:
         fault = f"nothing says by how much the VAE of {source.class_name} shrinks a clip"
         raise VplanError(fault, "name the pipeline's folder, or write vae = { spatial = 8, temporal = 4 } for --inputs")
@@ -67,25 +78,25 @@ def latent_space(
     return LatentSpace(spatial, temporal, _unknown(class_name or "unknown", spatial, temporal, channels), tuple(words))
 
 
-def _factors(
+def _known_shrinkage(
     pipeline: PipelineFacts | None, inputs: OwnInputs, latents: Latents, class_name: str
-) -> tuple[int | None, int, str]:
-    """(pixels per latent, frames per latent frame, where they come from); None for unknown pixels."""
+) -> KnownShrinkage:
+    """The shrinkage that the user, the pipeline or the class of the VAE says, the first of them that does."""
     if inputs.vae:
-        return inputs.vae.spatial, inputs.vae.temporal, "as you said"
+        return KnownShrinkage(inputs.vae.spatial, inputs.vae.temporal, "as you said")
     constants = pipeline.constants if pipeline else {}
     spatial = next((constants[key] for key in SPATIAL if key in constants), None)
     temporal = next((constants[key] for key in TEMPORAL if key in constants), 1)
     if pipeline and spatial is not None:
-        return spatial, temporal, f"as {pipeline.name} has it"
+        return KnownShrinkage(spatial, temporal, f"as {pipeline.name} has it")
     of_class = {(vae.spatial, vae.temporal) for vae in _bundled() if vae.class_name == class_name}
     if len(of_class) == 1:
-        return *of_class.pop(), f"as every {class_name} does that is known"
+        return KnownShrinkage(*of_class.pop(), f"as every {class_name} does that is known")
     if pipeline and not any(name.startswith(ENCODERS) for name in pipeline.parts):
-        return 1, 1, f"as {pipeline.name} has none"
+        return KnownShrinkage(1, 1, f"as {pipeline.name} has none")
     if latents.is_sequence:
-        return 1, 1, "as its samples are sequences: a size counts latents, one row after the other"
-    return None, temporal, ""
+        return KnownShrinkage(1, 1, "as its samples are sequences: a size counts latents, one row after the other")
+    return KnownShrinkage(None, temporal, "")
 
 
 def _bundled() -> Iterable[Vae]:
@@ -114,7 +125,7 @@ def _of_folder(config: dict[str, Any], inputs: OwnInputs) -> LatentSpace:
     if inputs.vae:
         spatial, temporal, channels = inputs.vae.spatial, inputs.vae.temporal, settings.get("latent_channels", 16)
     else:
-        spatial, temporal, channels = _shrinkage(model_class, settings, where)
+        spatial, temporal, channels = _measured_shrinkage(model_class, settings, where)
     vae = {
         **_unknown(str(class_name), spatial, temporal, channels),
         "parameters": parameters,
@@ -125,7 +136,7 @@ def _of_folder(config: dict[str, Any], inputs: OwnInputs) -> LatentSpace:
     return LatentSpace(spatial, temporal, vae, (words,), channels)
 
 
-def _shrinkage(model_class: Any, settings: dict[str, Any], where: str) -> tuple[int, int, int]:
+def _measured_shrinkage(model_class: Any, settings: dict[str, Any], where: str) -> tuple[int, int, int]:
     """(pixels per latent, frames per latent frame, latent channels), by encoding a clip on the meta device."""
     frames, side = 65, 512
     with torch.device("meta"), torch.no_grad():

@@ -49,7 +49,7 @@ def differences(path: str, least: int, as_json: bool) -> int:
     return DONE
 
 
-def _render(console: Console, history: History, found: Sequence[PhaseComparison], recorded: str) -> None:
+def _render(console: Console, history: History, comparisons: Sequence[PhaseComparison], recorded: str) -> None:
     job = history.plan.job
     console.print(f"{job.model} {job.method} {job.frames}x{job.height}x{job.width} on {history.gpu}", style="bold")
     if history.torch.split("+")[0] != recorded.split("+")[0]:
@@ -57,11 +57,11 @@ def _render(console: Console, history: History, found: Sequence[PhaseComparison]
     rows = [
         (each.phase, each.events, each.tape_events, format_gib(each.peak_bytes), format_gib(each.tape_peak_bytes),
          f"{len(each.differences)}{' and they part' if each.parted else ''}")
-        for each in found
+        for each in comparisons
     ]  # fmt: skip
     heads = ("phase", ">events", ">on the tape", ">rises by", ">on the tape", ">differences")
     console.print(table(heads, rows), "")
-    first = next(((each.phase, each.differences) for each in found if each.differences), None)
+    first = next(((each.phase, each.differences) for each in comparisons if each.differences), None)
     if first is None:
         console.print("every event of the run is on the tape, in its order and size", markup=False)
         return

@@ -45,12 +45,12 @@ def _row(cell: TimedCell) -> list[str]:
     return [of.id, of.card, f"{of.step_seconds:.3f}", f"{cell.seconds:.3f}", f"{cell.error_pct:+.1f} %"]
 
 
-def _summary(found: dict[str, Any]) -> Any:
+def _summary(answer: dict[str, Any]) -> Any:
     """A line for all cells, for each card and for each half."""
     parts = {
-        "all": found["summary"],
-        **found["by_gpu"],
-        **{name: found["halves"][half] for half, name in HALVES.items()},
+        "all": answer["summary"],
+        **answer["by_gpu"],
+        **{name: answer["halves"][half] for half, name in HALVES.items()},
     }
     rows = [[name, f"{part['n']} of {part['of']}", *_spread(part)] for name, part in parts.items() if part["of"]]
     return table(("absolute error", ">n", ">median", ">90th pct", ">worst", ">within 20 %", ">rank corr."), rows)

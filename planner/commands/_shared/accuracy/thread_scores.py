@@ -39,10 +39,10 @@ def compare_threads(text: str | None, as_json: bool) -> None:
     show(found, as_json, render)
 
 
-def _table(found: dict[str, Any]) -> Any:
-    collections = {f"collected {day}": part for day, part in found["by_collection"].items()}
-    others = {**found["by_kind"], "nothing completed": found["nothing_completed"], "all": found["summary"]}
-    parts = {**found["by_trainer"], **collections, **others}
+def _table(answer: dict[str, Any]) -> Any:
+    collections = {f"collected {day}": part for day, part in answer["by_collection"].items()}
+    others = {**answer["by_kind"], "nothing completed": answer["nothing_completed"], "all": answer["summary"]}
+    parts = {**answer["by_trainer"], **collections, **others}
     heads = ("trainer", ">read", ">agree", ">of them tight", ">phase", ">number in range", ">median error", ">older")
     return table(heads, [_summary_row(name, part) for name, part in parts.items()])
 

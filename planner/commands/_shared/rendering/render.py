@@ -44,40 +44,40 @@ NUMBERED = 32
 """Cells of a bar whose numbers stand beside it, in 80 columns."""
 
 
-def print_answer(console: Console, question: Question, found: Estimate) -> None:
+def print_answer(console: Console, question: Question, estimate: Estimate) -> None:
     """Prints the first two lines of an answer: the verdict on the question as it was understood, and the bar."""
-    words = in_words(question.model, found.job).removesuffix(", batch 1")
-    print_verdict(console, found, f"{_trained(question.model.title, found)}, {words}", question.gpu)
-    if taken := [note for note in found.assumptions if _is_reading(note)]:
+    words = in_words(question.model, estimate.job).removesuffix(", batch 1")
+    print_verdict(console, estimate, f"{_trained(question.model.title, estimate)}, {words}", question.gpu)
+    if taken := [note for note in estimate.assumptions if _is_reading(note)]:
         console.print("; ".join(taken), style="yellow")
 
 
-def _trained(title: str, found: Estimate) -> str:
-    job = found.job
+def _trained(title: str, estimate: Estimate) -> str:
+    job = estimate.job
     return f"{title}, {job.trains}{job.adapter_size}"
 
 
-def print_verdict(console: Console, found: Estimate, what: str, card: GpuProfile) -> None:
+def print_verdict(console: Console, estimate: Estimate, what: str, card: GpuProfile) -> None:
     """Prints the verdict on a job and a card in one line, and the bar. ``what``: the job in words."""
     from rich.text import Text
 
-    word, style = VERDICTS[found.verdict]
+    word, style = VERDICTS[estimate.verdict]
     line = Text(word, style)
-    reserve = found.machine.reserve
+    reserve = estimate.machine.reserve
     kept = f", {format_gib(reserve)} of it kept free" if reserve else ""
-    line.append(f": {what}, on {card_words(found.machine, card)}{kept}", "default")
+    line.append(f": {what}, on {card_words(estimate.machine, card)}{kept}", "default")
     console.print(line)
-    console.print(bar(console, found))
-    if said := headline(found.assumptions):
+    console.print(bar(console, estimate))
+    if said := headline(estimate.assumptions):
         console.print(said, style=style)
-    if found.limit == "host":
-        where = f" ({found.host.phase}: {format_gib(found.host_ram_bytes)})" if found.host is not None else ""
+    if estimate.limit == "host":
+        where = f" ({estimate.host.phase}: {format_gib(estimate.host_ram_bytes)})" if estimate.host is not None else ""
         console.print(f"not enough host RAM{where}", style=style)
 
 
-def print_assumptions(console: Console, question: Question, found: Estimate | None = None) -> None:
-    """Prints the defaults that were taken (those of `found`, if a search chose some)."""
-    assumed = _assumed(question, found)
+def print_assumptions(console: Console, question: Question, estimate: Estimate | None = None) -> None:
+    """Prints the defaults that were taken (those of ``estimate``, if a search chose some)."""
+    assumed = _assumed(question, estimate)
     notes = [note for note in assumed if not _is_reading(note) and note != headline(assumed)]
     if AS in question.gpu.title:
         notes.insert(0, question.gpu.title.replace(AS, " as "))
@@ -85,8 +85,8 @@ def print_assumptions(console: Console, question: Question, found: Estimate | No
         print_notes(console, "assumed", notes)
 
 
-def _assumed(question: Question, found: Estimate | None) -> tuple[str, ...]:
-    return found.assumptions if found else question.assumptions
+def _assumed(question: Question, estimate: Estimate | None) -> tuple[str, ...]:
+    return estimate.assumptions if estimate else question.assumptions
 
 
 def _is_reading(note: str) -> bool:
@@ -94,21 +94,23 @@ def _is_reading(note: str) -> bool:
     return re.search(r" taken for | read as | is height x width|^as .* trains", note) is not None
 
 
-def print_next(console: Console, found: Estimate, output: str | None) -> None:
+def print_next(console: Console, estimate: Estimate, output: str | None) -> None:
     """Prints the next command to type: save the plan and train it; if it is tight, probe it first. Only on a terminal:
     pipes get only the answer."""
     context = click.get_current_context(silent=True)
-    if not console.is_terminal or not found.timed:
+    if not console.is_terminal or not estimate.timed:
         return
-    if found.verdict == "no":
+    if estimate.verdict == "no":
         if context is None or context.info_name != "estimate":  # other commands print what would fit
             return
-        said = cli_words.command("suggest", found.job, resolve(found.job, Strategy(), found.machine), found.machine)
+        said = cli_words.command(
+            "suggest", estimate.job, resolve(estimate.job, Strategy(), estimate.machine), estimate.machine
+        )
     elif output is None:
         said = typed_line("-o", "plan.toml")
-    elif found.verdict == "tight":
+    elif estimate.verdict == "tight":
         said = shlex.join(["vplan", "probe", output])
-    elif found.job.method == "sample":
+    elif estimate.job.method == "sample":
         said = shlex.join(["vplan", "report", output])
     else:
         said = shlex.join(["vplan", "train", output]) + " --data DIR --output DIR --weights DIR"
@@ -116,67 +118,68 @@ def print_next(console: Console, found: Estimate, output: str | None) -> None:
     print_command(console, "next: ", said)
 
 
-def print_estimate(console: Console, found: Estimate, whole: WholeJob | None = None) -> None:
+def print_estimate(console: Console, estimate: Estimate, whole: WholeJob | None = None) -> None:
     """Prints one estimate below its verdict and bar: options, seconds, phases and breakdown."""
-    console.print(f"plan: {ways(found)}", style="bold")
-    console.print(f"{_step(found)}{_ram(found)}, attention: {found.attention_kernel}")
+    console.print(f"plan: {ways(estimate)}", style="bold")
+    console.print(f"{_step(estimate)}{_ram(estimate)}, attention: {estimate.attention_kernel}")
     if whole:
         console.print(whole_words(whole), style="bold")
-    if found.lossy:
-        console.print(f"lossy: {', '.join(found.lossy)}", style="yellow")
-    print_windows(console, found)
-    console.print(f"peak: {found.peak.phase}, {found.peak.moment}")
+    if estimate.lossy:
+        console.print(f"lossy: {', '.join(estimate.lossy)}", style="yellow")
+    print_windows(console, estimate)
+    console.print(f"peak: {estimate.peak.phase}, {estimate.peak.moment}")
     rows = [
         (name, *(f"{gib(value):.2f}" for value in (peak.allocated_bytes, peak.reserved_bytes, peak.device_bytes)))
-        for name, peak in found.phases.items()
+        for name, peak in estimate.phases.items()
     ]
     console.print()
     console.print(table(("phase", ">allocated GiB", ">reserved GiB", ">device GiB"), rows))
     console.print()
-    parts = [(name, f"{gib(value):.2f}") for name, value in found.breakdown.__dict__.items() if value]
+    parts = [(name, f"{gib(value):.2f}") for name, value in estimate.breakdown.__dict__.items() if value]
     console.print(table(("at the peak", ">GiB"), parts))
 
 
-def _step(found: Estimate, swap_seconds: float | None = None) -> str:
+def _step(estimate: Estimate, swap_seconds: float | None = None) -> str:
     """The seconds of a step in words, to precede more text; empty if they are unknown. ``swap_seconds``: time added by
     block swap."""
-    if not found.timed:
+    if not estimate.timed:
         return ""
-    step = "denoising step" if found.job.method == "sample" else "step"
+    step = "denoising step" if estimate.job.method == "sample" else "step"
     swap = "" if swap_seconds is None else f"; swap adds {format_seconds(swap_seconds)}"
-    return f"{step} {format_seconds(found.step_seconds)} (estimated{swap}), "
+    return f"{step} {format_seconds(estimate.step_seconds)} (estimated{swap}), "
 
 
-def _ram(found: Estimate) -> str:
+def _ram(estimate: Estimate) -> str:
     """The needed and the available host RAM."""
-    usable = f" of {gib(found.machine.host_ram):.1f}" if found.machine.host_ram is not None else ""
-    return f"host RAM {format_gib(found.host_ram_bytes)}{usable}"
+    usable = f" of {gib(estimate.machine.host_ram):.1f}" if estimate.machine.host_ram is not None else ""
+    return f"host RAM {format_gib(estimate.host_ram_bytes)}{usable}"
 
 
-def print_windows(console: Console, found: Estimate) -> None:
+def print_windows(console: Console, estimate: Estimate) -> None:
     """Prints what is short on Windows and WSL: pinned memory, and memory beyond the card's, which Windows would not
     refuse but page to host RAM."""
-    if found.machine.os not in HALVED:
+    if estimate.machine.os not in HALVED:
         return
-    if found.host is not None and found.host.pinned_bytes > GIB // 10:
-        pinned = format_gib(found.host.pinned_bytes)
+    if estimate.host is not None and estimate.host.pinned_bytes > GIB // 10:
+        pinned = format_gib(estimate.host.pinned_bytes)
         console.print(f"{pinned} of it pinned, and Windows pins about half of the RAM", style="dim")
-    mapped = found.host.mapped_bytes if found.host is not None else 0
-    if mapped and mapped + found.host_ram_bytes > (found.machine.host_ram or 0):
-        whole, files = format_gib(mapped + found.host_ram_bytes), format_gib(mapped)
+    mapped = estimate.host.mapped_bytes if estimate.host is not None else 0
+    if mapped and mapped + estimate.host_ram_bytes > (estimate.machine.host_ram or 0):
+        whole, files = format_gib(mapped + estimate.host_ram_bytes), format_gib(mapped)
         text = f"RAM and page file must be {whole} together: Windows counts {files} of mapped weight files too"
-        console.print(text, style="dim")
+        if text not in " ".join(estimate.assumptions):
+            console.print(text, style="dim")
     text = "what is more than the card has spills into shared memory, ten times slower: not called fitting"
     console.print(text, style="dim")
 
 
-def bar(console: Console, found: Estimate) -> Text:
+def bar(console: Console, estimate: Estimate) -> Text:
     """A bar of the needed device memory against the budget, with both and the range in numbers. For a measured plan, it
     shows the measurement."""
-    nbytes = min(max(found.peak.device_bytes, found.low_bytes), found.high_bytes)
-    need = f"{gib(nbytes):.2f} of {gib(found.budget_bytes):.2f} GiB"
-    words = f"{need} ({gib(found.low_bytes):.1f} to {gib(found.high_bytes):.1f}, {found.basis})"
-    return _bar(console, nbytes, found.budget_bytes, VERDICTS[found.verdict][1], words, NUMBERED)
+    nbytes = min(max(estimate.peak.device_bytes, estimate.low_bytes), estimate.high_bytes)
+    need = f"{gib(nbytes):.2f} of {gib(estimate.budget_bytes):.2f} GiB"
+    words = f"{need} ({gib(estimate.low_bytes):.1f} to {gib(estimate.high_bytes):.1f}, {estimate.basis})"
+    return _bar(console, nbytes, estimate.budget_bytes, VERDICTS[estimate.verdict][1], words, NUMBERED)
 
 
 def used_bar(console: Console, nbytes: int, whole: int) -> Text:
@@ -204,60 +207,62 @@ def _bar(console: Console, nbytes: int, whole: int, style: str, words: str, widt
     return text
 
 
-def print_plan(console: Console, plan: Plan, found: Estimate | None) -> None:
+def print_plan(console: Console, plan: Plan, estimate: Estimate | None) -> None:
     """Prints the start of a plan's run: what it trains on which card, the verdict, the bar and the options."""
 
     count, card = card_lookup.parse_gpus(plan.machine.gpu)
     model = lookup.model(plan.job.model)
-    if found is None:
+    if estimate is None:
         many = count_words(plan.machine.replace(gpus=max(count, plan.machine.gpus)))
         console.print(f"{model.title}, {plan.job.method}, on {many}{card.title}: {card.allocatable_gib:.2f} GiB usable")
         return
-    words = in_words(model, found.job).removesuffix(", batch 1")
-    print_verdict(console, found, f"{_trained(model.title, found)}, {words}", card)
-    console.print(f"plan: {ways(found)}", style="bold")
+    words = in_words(model, estimate.job).removesuffix(", batch 1")
+    print_verdict(console, estimate, f"{_trained(model.title, estimate)}, {words}", card)
+    console.print(f"plan: {ways(estimate)}", style="bold")
 
 
 # ---- suggest
 
 
-def print_suggestion(console: Console, question: Question, found: Suggestion, whole: WholeJob | None = None) -> None:
+def print_suggestion(
+    console: Console, question: Question, suggestion: Suggestion, whole: WholeJob | None = None
+) -> None:
     """Prints the chosen plan, why it was chosen, the runners-up, and what to do when nothing fits. The most important
     comes first: the verdict, what to switch on, the seconds of a step, and the host RAM."""
-    plan = found.plan
+    plan = suggestion.plan
     print_answer(console, question, plan)
     if plan.verdict == "no":
-        print_relaxed(console, found)
+        print_relaxed(console, suggestion)
     console.print(f"plan: {ways(plan)}", style="bold")
-    print_flags(console, found.switches)
-    swap = next((switch.step_seconds for switch in found.switches if switch.field == "swap_blocks"), None)
+    print_flags(console, suggestion.switches)
+    swap = next((switch.step_seconds for switch in suggestion.switches if switch.field == "swap_blocks"), None)
     console.print(f"{_step(plan, swap)}{_ram(plan)}")
     if whole:
         console.print(whole_words(whole), style="bold")
     print_windows(console, plan)
     print_data(console, question.model)
     if plan.lossy:
-        kept = next((other for other in found.alternatives if not other.lossy), None)
+        kept = next((other for other in suggestion.alternatives if not other.lossy), None)
         without = f"; without: {ways(kept)} ({need_words(kept)})" if kept else ""
         console.print(f"lossy: {', '.join(plan.lossy)}{without}", style="yellow")
-    for word in dict.fromkeys(VERDICTS[other.verdict][0] for other in found.smaller_cards):
-        alike = [other for other in found.smaller_cards if VERDICTS[other.verdict][0] == word]
+    for word in dict.fromkeys(VERDICTS[other.verdict][0] for other in suggestion.smaller_cards):
+        alike = [other for other in suggestion.smaller_cards if VERDICTS[other.verdict][0] == word]
         cards = ", ".join(f"{other.machine.gpu} ({gib(other.budget_bytes):.1f} GiB)" for other in alike)
         console.print(f"{word} on smaller cards of this class: {cards}", style="yellow")
-    for wish in found.relaxed if plan.verdict != "no" else ():
+    for wish in suggestion.relaxed if plan.verdict != "no" else ():
         console.print(other_kind(wish), style="yellow")
     console.print(f"peak: {plan.peak.phase}, {plan.peak.moment}")
     print_assumptions(console, question, plan)
-    told = [switch for switch in found.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]
+    told = [switch for switch in suggestion.switches if switch.device_bytes or abs(switch.step_seconds) > 1e-9]
     if told:
         console.print()
         columns, rows = ("effect of each option", ">GiB", ">s/step"), [_switch_row(switch) for switch in told]
         console.print(table(columns, rows) if plan.timed else table(columns[:-1], [row[:-1] for row in rows]))
         for switch in (switch for switch in told if switch.field == "swap_blocks"):
             console.print(_swap_note(question, plan, switch), style="dim")
-    if found.alternatives:
+    if suggestion.alternatives:
         console.print()
-        console.print(runners_up(found.alternatives))
+        console.print(runners_up(suggestion.alternatives))
 
 
 def runners_up(plans: Iterable[Estimate]) -> Table:
@@ -293,14 +298,14 @@ def _switch_row(switch: Switch) -> tuple[str, str, str]:
     return words, f"{gib(switch.device_bytes):+.2f}", f"{switch.step_seconds:+.2f}"
 
 
-def _plan_row(found: Estimate) -> tuple[str, ...]:
-    lossy = " (lossy)" if found.lossy else ""
+def _plan_row(estimate: Estimate) -> tuple[str, ...]:
+    lossy = " (lossy)" if estimate.lossy else ""
     return (
-        ways(found) + lossy,
-        VERDICTS[found.verdict][0],
-        f"{gib(found.peak.device_bytes):.2f}",
-        seconds_words(found.step_seconds) if found.timed else "-",
-        f"{gib(found.host_ram_bytes):.1f}",
+        ways(estimate) + lossy,
+        VERDICTS[estimate.verdict][0],
+        f"{gib(estimate.peak.device_bytes):.2f}",
+        seconds_words(estimate.step_seconds) if estimate.timed else "-",
+        f"{gib(estimate.host_ram_bytes):.1f}",
     )
 
 

@@ -39,11 +39,16 @@ def fix_lines(before: Estimate, fixes: Iterable[Fix]) -> list[tuple[str, str]]:
 def _print_change(console: Console, fix: Fix) -> None:
     """Prints the flags and lines of a change, each once, since two parts may share some; each part is followed by its
     cost."""
-    costs = {typed[-1].splitlines()[-1]: cost for typed, cost in fix.costs.items()} if len(fix.costs) > 1 else {}
+    costs = {typed[-1].splitlines()[-1]: cost for typed, cost in fix.costs.items()} if _is_of_parts(fix) else {}
     for line in dict.fromkeys(line for part in fix.change for line in part.splitlines()):
         console.print(f"  {line}", markup=False, soft_wrap=True)
         if line in costs:
             print_lines(console, wrapped(f"{INDENT}{costs[line]}", console.width, INDENT), "dim")
+
+
+def _is_of_parts(fix: Fix) -> bool:
+    """Whether each cost is printed below the part that it is of: of several parts one alone may cost something."""
+    return len(fix.costs) > 1 or (bool(fix.costs) and fix.cost not in fix.costs.values())
 
 
 def _in_a_line(change: Iterable[str]) -> str:
@@ -103,10 +108,10 @@ def print_larger_card(console: Console, larger: CheckedEstimate | None) -> None:
         console.print(f"unchanged it fits --gpu {found.machine.gpu} ({need})", markup=False)
 
 
-def print_more_ram(console: Console, ram: int | None, found: Estimate) -> None:
+def print_more_ram(console: Console, ram: int | None, estimate: Estimate) -> None:
     """Prints the host RAM with which the unchanged command fits."""
     if ram is not None:
-        early = found.host is not None and found.host.phase in ("encode", "load")
+        early = estimate.host is not None and estimate.host.phase in ("encode", "load")
         swap = "; swap space will do, as it is short only before training begins" if early else ""
         console.print(f"unchanged it fits --host-ram {ram // GIB}GiB{swap}", markup=False)
 
@@ -132,7 +137,7 @@ def _effect(before: Estimate, fix: Fix) -> str:
     if abs(ram) >= 1 << 29:
         words.append(f"host RAM {gib(ram):+.1f} GiB")
     words.append("lossy" if fix.lossy else "lossless")
-    return ", ".join(words) + (f": {fix.cost}" if fix.cost and len(fix.costs) < 2 else "")
+    return ", ".join(words) + (f": {fix.cost}" if fix.cost and not _is_of_parts(fix) else "")
 
 
 def print_rehearsal_check(console: Console, checked: CheckedRehearsal | str) -> None:

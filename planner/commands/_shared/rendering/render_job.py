@@ -19,27 +19,29 @@ def seconds_words(seconds: float) -> str:
     return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.1f}"
 
 
-def print_whole_job(console: Console, found: WholeJob) -> None:
+def print_whole_job(console: Console, whole_job: WholeJob) -> None:
     """Prints the parts of a whole job; the totals are printed above them."""
-    if found.is_steps_alone:
+    if whole_job.is_steps_alone:
         return
     console.print()
     rows = [
-        (name, part.number, *map(format_seconds, part.seconds)) for name, part in found.parts.items() if part.number
+        (name, part.number, *map(format_seconds, part.seconds)) for name, part in whole_job.parts.items() if part.number
     ]
     console.print(table(("part", ">number", ">time", ">at most"), rows))
-    if found.sample_seconds is not None:
-        console.print(f"encoding not counted: {span_words(found.sample_seconds)} s a sample (--data DIR)", style="dim")
+    if whole_job.sample_seconds is not None:
+        console.print(
+            f"encoding not counted: {span_words(whole_job.sample_seconds)} s a sample (--data DIR)", style="dim"
+        )
 
 
-def whole_words(found: WholeJob) -> str:
+def whole_words(whole_job: WholeJob) -> str:
     """Time, energy and cost of a whole job in one line."""
-    epochs = f" ({found.epochs:.3g} epochs)" if found.epochs is not None else ""
-    words = [f"{span_words(found.hours)} hours", f"{span_words(found.kwh)} kWh at {found.power_watts:g} W"]
-    if found.money is not None:
-        words.append(f"{span_words(found.money)} at {found.price:g} per GPU-hour")
-    alone = " alone" if found.is_steps_alone else ""
-    return f"{found.steps} steps{epochs}{alone}: {', '.join(words)}"
+    epochs = f" ({whole_job.epochs:.3g} epochs)" if whole_job.epochs is not None else ""
+    words = [f"{span_words(whole_job.hours)} hours", f"{span_words(whole_job.kwh)} kWh at {whole_job.power_watts:g} W"]
+    if whole_job.money is not None:
+        words.append(f"{span_words(whole_job.money)} at {whole_job.price:g} per GPU-hour")
+    alone = " alone" if whole_job.is_steps_alone else ""
+    return f"{whole_job.steps} steps{epochs}{alone}: {', '.join(words)}"
 
 
 def span_words(span: Span) -> str:

@@ -25,17 +25,17 @@ def flag_words(field: str, value: object) -> str:
     return f"--{name} {value}"
 
 
-def print_relaxed(console: Console, found: Suggestion) -> None:
+def print_relaxed(console: Console, suggestion: Suggestion) -> None:
     """Prints what a plan lacks that does not fit, and which single option makes it fit."""
-    plan, relax = found.plan, found.relaxed
+    plan, relax = suggestion.plan, suggestion.relaxed
     console.print(f"this is the smallest plan found{_short_of(plan, relax)}")
-    if (missing := found.unrecorded) is not None:
+    if (missing := suggestion.unrecorded) is not None:
         flags = flag_words(missing.field, missing.value)
         unsearched = f"not recorded, so not searched, and may need less: {flags}; to record it: `{missing.record}`"
         print_lines(console, wrapped(unsearched, console.width))
     if not relax:
         console.print("no single change makes it fit", style="bold")
-        for line in _beyond(found):
+        for line in _beyond(suggestion):
             print_lines(console, wrapped(f"  {line}", console.width, "    "))
         return
     console.print("to make it fit, change one of:", style="bold")
@@ -53,21 +53,21 @@ def _relaxed_words(wish: Relaxed) -> tuple[str, str]:
     return f"--{_flag_name(wish)} {wish.after}{blocks}", f"instead of {wish.before}{lossy}{shared}"
 
 
-def relaxed_lines(found: Suggestion) -> list[tuple[str, str]]:
+def relaxed_lines(suggestion: Suggestion) -> list[tuple[str, str]]:
     """Each option that alone makes a plan fit that does not, and what it does: for a page."""
-    if found.plan.verdict != "no":
+    if suggestion.plan.verdict != "no":
         return []
     return [
         (flags, f"{instead}: {need_words(wish.plan)}")
-        for wish in found.relaxed
+        for wish in suggestion.relaxed
         for flags, instead in [_relaxed_words(wish)]
     ]
 
 
-def _beyond(found: Suggestion) -> Iterator[str]:
+def _beyond(suggestion: Suggestion) -> Iterator[str]:
     """How far a job reaches that no single change makes fit: in a smaller shape, and on a larger card."""
-    if (least := found.least) is not None:
-        before, after = found.plan.job, least.job
+    if (least := suggestion.least) is not None:
+        before, after = suggestion.plan.job, least.job
         size, old = f"{after.height}x{after.width}", f"{before.height}x{before.width}"
         smaller = [
             *([f"--resolution {size}"] if size != old else []),
@@ -78,8 +78,8 @@ def _beyond(found: Suggestion) -> Iterator[str]:
         does = "still needs" if least.verdict == "no" else f"together: {VERDICTS[least.verdict][0]},"
         ram = f" and {gib(least.host_ram_bytes):.1f} GiB of host RAM" if least.limit == "host" else ""
         yield f"{' '.join(smaller)} {does} {gib(least.peak.device_bytes):.1f} GiB{ram}{lossy}"
-    if (larger := found.larger_card) is not None:
-        more = larger.machine.host_ram if larger.machine.host_ram != found.plan.machine.host_ram else None
+    if (larger := suggestion.larger_card) is not None:
+        more = larger.machine.host_ram if larger.machine.host_ram != suggestion.plan.machine.host_ram else None
         yield f"unchanged it fits --gpu {larger.machine.gpu}{f' --host-ram {more // GIB}GiB' if more else ''}"
 
 

@@ -55,30 +55,11 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]
     if kind == "classes":
         print_best(console, rows)
     console.print()
-    name = "model" if kind == "models" else "card"
-    narrow = console.width < NARROW
-    data = ("data",) if kind == "models" else ()
-    whole = whole_columns(rows, narrow)
-    plans = [row.plan for row in rows if row.plan]
-    clips = any(plan.job.frames > 1 for plan in plans) if plans else kind == "models" and any(map(_makes_videos, rows))
-    shape = ">clip" if clips else ">image"
-    shapes = {_shape(plan.job) for plan in plans}
-    apart = len(shapes) > 1 or not (narrow and whole)
-    last = () if narrow else ("with",)
-    found = table((name, *([shape] if apart else []), "verdict", ">GiB", ">s/step", *whole, *data, *last), [])
-    found.columns[0].no_wrap, found.columns[0].min_width = True, max(len(row.name) for row in rows)  # to be typed
-    beneath = []
-    for row in rows:
-        named, clip, *cells, ways_or_reason = _row(row)
-        cells += whole_cells(row.whole, whole)
-        cells += [lookup.model(row.name).train_data] if data else []
-        found.add_row(named, *([clip] if apart else []), *cells, *([] if narrow else [ways_or_reason]))
-        beneath.append(ways_or_reason)
-    if narrow:
-        _print_with_words_beneath(console, found, beneath)
+    if console.width < NARROW:
+        _print_with_words_beneath(console, _table_of(rows, kind, narrow=True), [_row(row)[-1] for row in rows])
     else:
-        console.print(found)
-    if data:
+        console.print(_table_of(rows, kind, narrow=False))
+    if kind == "models":
         print_data(console, *(lookup.model(row.name) for row in rows))
     notes = {note: None for row in rows if row.plan for note in row.plan.assumptions if "longer" in note}
     for note in notes:
@@ -86,13 +67,32 @@ def print_rows(console: Console, first: str, kind: str, rows: Sequence[TableRow]
         console.print(f"{names}: {note}", style="dim")
 
 
-def _print_with_words_beneath(console: Console, found: Table, beneath: Sequence[str | Text]) -> None:
+def _table_of(rows: Sequence[TableRow], kind: str, narrow: bool) -> Table:
+    """The table with one line for each row; ``narrow``: without the words at its end, nor the shape where the table has
+    columns for a whole job and all rows have the same."""
+    whole = whole_columns(rows, narrow)
+    plans = [row.plan for row in rows if row.plan]
+    clips = any(plan.job.frames > 1 for plan in plans) if plans else kind == "models" and any(map(_makes_videos, rows))
+    has_shape = len({_shape(plan.job) for plan in plans}) > 1 or not (narrow and whole)
+    first = ("model" if kind == "models" else "card", *([">clip" if clips else ">image"] if has_shape else []))
+    last = (*(("data",) if kind == "models" else ()), *(() if narrow else ("with",)))
+    lines = table((*first, "verdict", ">GiB", ">s/step", *whole, *last), [])
+    lines.columns[0].no_wrap, lines.columns[0].min_width = True, max(len(row.name) for row in rows)  # to be typed
+    for row in rows:
+        name, shape, *cells, ways_or_reason = _row(row)
+        cells += whole_cells(row.whole, whole)
+        cells += [lookup.model(row.name).train_data] if kind == "models" else []
+        lines.add_row(name, *([shape] if has_shape else []), *cells, *([] if narrow else [ways_or_reason]))
+    return lines
+
+
+def _print_with_words_beneath(console: Console, table: Table, beneath: Sequence[str | Text]) -> None:
     """Prints a table with each row's words on a line below it, for terminals too narrow for a last column."""
     from rich.padding import Padding
     from rich.text import Text
 
     with console.capture() as captured:
-        console.print(found)
+        console.print(table)
     heading, *lines = captured.get().splitlines()
     console.print(Text.from_ansi(heading))
     for line, words in zip(lines, beneath, strict=True):

@@ -27,8 +27,8 @@ def card_words(machine: Machine, card: GpuProfile) -> str:
     return f"{article}{title}" if is_class else title
 
 
-def need_words(found: Estimate) -> str:
+def need_words(estimate: Estimate) -> str:
     """The verdict of a plan and what it needs: host RAM, where that is what it lacks."""
-    if found.verdict == "no" and found.limit == "host":
-        return f"{VERDICTS[found.verdict][0]}, {format_gib(found.host_ram_bytes)} of host RAM"
-    return f"{VERDICTS[found.verdict][0]}, {gib(found.peak.device_bytes):.1f} GiB"
+    if estimate.verdict == "no" and estimate.limit == "host":
+        return f"{VERDICTS[estimate.verdict][0]}, {format_gib(estimate.host_ram_bytes)} of host RAM"
+    return f"{VERDICTS[estimate.verdict][0]}, {gib(estimate.peak.device_bytes):.1f} GiB"

@@ -15,7 +15,7 @@ from planner.layout.adapters import ADAPTER, PRODUCT, LinearLayer, adapted_layer
 from planner.layout.run import Run, Transform
 from planner.layout.trainer_terms.lora_layers import keep_by_block, keep_where_not_recomputed
 from planner.spec.job import QUANTISED
-from planner.tape.program import Block, Stage
+from planner.tape.program import Block, Stage, frees
 
 HALF, FP32 = 2, 4
 
@@ -23,14 +23,14 @@ HALF, FP32 = 2, 4
 class WholeChange(NamedTuple):
     """What the change of a weight takes under autocast, in bytes for each of the weight's numbers."""
 
-    kept: int
+    kept_bytes: int
     """from its layer's forward to its backward, where the layer's input has a gradient"""
-    passing: int
+    backward_bytes: int
     """in its layer's backward, beside the changes that are kept for the others"""
-    made: int = 0
+    forward_bytes: int = 0
     """in its layer's forward, beside what is kept"""
-    always: int = 0
-    """as `kept`, and beside it, where the layer's input has no gradient too"""
+    always_kept_bytes: int = 0
+    """as `kept_bytes`, and beside it, where the layer's input has no gradient too"""
 
 
 KRONECKER = WholeChange(HALF, 3 * FP32 - HALF, FP32)
@@ -60,27 +60,28 @@ and the same scaled; one product of factors and its gradient."""
 PRODUCT_IN_16_BITS = WholeChange(HALF, 2 * HALF - HALF, 2 * HALF)
 """The same of a LoRA's two matrices (lycoris/modules/locon.py ``forward``): the gradient and the same scaled."""
 
-KRONECKER_OF_FP32 = KRONECKER._replace(made=2 * HALF)
-HADAMARD_OF_FP32 = HADAMARD._replace(made=2 * HALF)
+KRONECKER_OF_FP32 = KRONECKER._replace(forward_bytes=2 * HALF)
+HADAMARD_OF_FP32 = HADAMARD._replace(forward_bytes=2 * HALF)
 """Of factors in fp32, in lycoris-lora's ``forward``, which rounds their product to the format of the base's weight."""
 
 
-def with_lengths(each: WholeChange, width: int) -> WholeChange:
+def with_lengths(change: WholeChange, width: int) -> WholeChange:
     """The same where an adapter trains the lengths of a weight's rows too (``dora_wd``): the changed weight stays for
     its length, in the adapter's format of ``width`` bytes; what it is made of its length and what of that is the change
     come in fp32, as autocast has norms (lycoris/modules/*.py ``apply_weight_decompose``), and their gradients."""
-    return WholeChange(each.kept, max(each.passing, 3 * FP32 - HALF), HALF + 2 * FP32, width)
+    return WholeChange(change.kept_bytes, max(change.backward_bytes, 3 * FP32 - HALF), HALF + 2 * FP32, width)
 
 
 def whole_changes(
-    each: WholeChange,
+    change: WholeChange,
     layers: Callable[[Run], Mapping[str, LinearLayer]] | None = None,
     lets_go: bool = False,
     prompts_trained: bool = False,
 ) -> Transform:
-    """The term of such adapters. ``layers``: those with an adapter; else those that the run says. ``lets_go``: whether
-    an adapter's output goes once it is multiplied, where the recorded LoRA holds it until its forward ends.
-    ``prompts_trained``: whether a prompt's states have a gradient too, as where its encoder has adapters."""
+    """The term of adapters with such a change. ``layers``: those with an adapter; else those that the run says.
+    ``lets_go``: whether an adapter's output goes once it is multiplied, where the recorded LoRA holds it until its
+    forward ends. ``prompts_trained``: whether a prompt's states have a gradient too, as where its encoder has
+    adapters."""
 
     def term(run: Run) -> None:
         """What a block keeps of its weights' changes, and what one takes in forward and backward."""
@@ -89,20 +90,21 @@ def whole_changes(
         adapted = dict((layers or _adapted)(run))
         inputs = set() if prompts_trained else _without_gradient(run)
         changes = {
-            name: (each.always + (0 if name in inputs else each.kept)) * _numbers(layer)
+            name: (change.always_kept_bytes + (0 if name in inputs else change.kept_bytes)) * _numbers(layer)
             for name, layer in adapted.items()
         }
         recomputed = run.strategy.gradient_checkpointing != "none"
         kept = _by_unit(changes, adapted) if recomputed else _by_block(changes, adapted, sum)
         apart = 0 if recomputed else sum(size for name, size in changes.items() if adapted[name].block is None)
-        passing = {name: each.passing * _numbers(layer) for name, layer in adapted.items()}
-        made = _by_block({name: each.made * _numbers(layer) for name, layer in adapted.items()}, adapted, max)
+        backward = {name: change.backward_bytes * _numbers(layer) for name, layer in adapted.items()}
+        forward = {name: change.forward_bytes * _numbers(layer) for name, layer in adapted.items()}
+        largest = _by_block(forward, adapted, max)
         for stage in filter(None, (run.first_step, run.step, run.accumulate)):
             keep_where_not_recomputed(run, stage, kept, "changes of weights")
             _keep_throughout(run, stage, apart)
-            _pass_in_backward(run, stage, passing, adapted)
+            _pass_in_backward(run, stage, backward, adapted)
             if lets_go:
-                _let_go_of_outputs(run, stage, made)
+                _let_go_of_outputs(run, stage, largest)
 
     return term
 
@@ -243,11 +245,11 @@ REACH = 10
 """Events from an adapter's product to the last use of its output, at the most."""
 
 
-def _let_go_of_outputs(run: Run, stage: Stage, made: Mapping[Block, int]) -> None:
-    """Frees an adapter's output once it is multiplied. ``made``: what a block's largest change takes until then, and
-    until the layer's output is summed."""
+def _let_go_of_outputs(run: Run, stage: Stage, largest: Mapping[Block, int]) -> None:
+    """Frees an adapter's output once it is multiplied. ``largest``: bytes that a block's largest change takes until
+    then, and until the layer's output is summed."""
     operators, sizes = run.program.op, run.sizes
-    buffers = {block: run.new(size, "activation", "change of a weight") for block, size in made.items()}
+    buffers = {block: run.new(size, "activation", "change of a weight") for block, size in largest.items()}
     for at, (moment, events) in enumerate(stage.stretches):
         block = moment.module_list, moment.block
         if block not in buffers:
@@ -260,8 +262,8 @@ def _let_go_of_outputs(run: Run, stage: Stage, made: Mapping[Block, int]) -> Non
             summed = any(later >= 0 and operators[later] == SUM and sizes[later] == sizes[event] for later in near)
             if summed and sizes[scaled] == sizes[event] and ~event in near:
                 start, end = changed.index(event), changed.index(~event)
-                change = [buffers[block]] if made[block] else []
-                last = [~buffer for buffer in change]
+                change = [buffers[block]] if largest[block] else []
+                last = frees(change)
                 changed[start : end + 1] = [*change, event, scaled, ~event, *changed[start + 2 : end], *last]
         stage.stretches[at] = (moment, changed)
 

@@ -163,7 +163,7 @@ def lycoris(version: str, text_encoders: bool) -> tuple[Transform, ...]:
         (wide if run.strategy.adapter_dtype == "fp32" else half)(run)
 
     unet = (*UNET, nothing_between, kept_for_more_layers(between_factors=False), in_their_format)
-    kept = CHANGES_OF_FP32[version].kept + CHANGES_OF_FP32[version].always
+    kept = CHANGES_OF_FP32[version].kept_bytes + CHANGES_OF_FP32[version].always_kept_bytes
     return (*unet, adapters_on_text_encoders, changes_on_text_encoders(kept)) if text_encoders else unet
 
 

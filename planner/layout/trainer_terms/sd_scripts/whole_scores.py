@@ -8,7 +8,7 @@ fp16 and fp32; 6, 6 and 4 kept for backward; there 16, 14 and 16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from planner.catalog.components import samples_per_call
@@ -16,7 +16,7 @@ from planner.errors import NotEstimatedError
 from planner.layout.attention_kernel import EFFICIENT, FLASH
 from planner.layout.phases import validation_grid
 from planner.layout.run import Run
-from planner.tape.program import Stage
+from planner.tape.program import Stage, frees
 
 KERNELS = (FLASH, EFFICIENT)
 BACKWARD = tuple(f"{name}_backward" for name in KERNELS)
@@ -119,8 +119,8 @@ class _Scores:
         cast, softmax = self._new(scores, self.widths.cast), self._new(scores, FP32)
         probabilities = self._new(scores, self.widths.probabilities)
         self.waiting[rows] = KeptScores(scores, (*softmax, *probabilities))
-        events = [*start, *product, *_freed(start), *cast, *softmax, *_freed(cast)]
-        return [*events, *probabilities, *_freed(product)]
+        events = [*start, *product, *frees(start), *cast, *softmax, *frees(cast)]
+        return [*events, *probabilities, *frees(product)]
 
     def _backward(self) -> list[int]:
         """Of the latest attention, unless it began already."""
@@ -134,8 +134,8 @@ class _Scores:
         # ATen SoftMax.cu ``softmax_backward_cuda_out`` multiplies both before it reduces.
         product, result = self._new(scores, FP32), self._new(scores, HALF if half and not bf16 else FP32)
         last = self._new(scores, HALF if bf16 else 0)
-        events = [*gradient, *_freed(probabilities), *whole, *_freed(gradient), *product, *result, *_freed(product)]
-        return [*events, *_freed([softmax, *whole]), *last, *_freed([*result, *last])]
+        events = [*gradient, *frees(probabilities), *whole, *frees(gradient), *product, *result, *frees(product)]
+        return [*events, *frees([softmax, *whole]), *last, *frees([*result, *last])]
 
     def _gone(self, rows: int) -> list[int]:
         """What is left where there is no backward."""
@@ -143,11 +143,7 @@ class _Scores:
         if rows in self.done:
             self.done.remove(rows)
             return []
-        return [~buffer for buffer in kept.buffers]
+        return frees(kept.buffers)
 
     def _new(self, scores: int, width: int) -> list[int]:
         return [self.run.new(scores * width, "activation", "attention scores")] if width else []
-
-
-def _freed(buffers: Sequence[int]) -> list[int]:
-    return [~buffer for buffer in buffers]

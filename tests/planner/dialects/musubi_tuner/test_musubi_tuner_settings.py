@@ -52,6 +52,8 @@ def test_control_images_of_flux_2_are_read(words: str, data: str, references: in
         (EDIT, f"{DATA}control_resolution = [512, 512]\n", "control_resolution is not priced"),
         (COMMAND.format("zimage") + "--use_32bit_attention", DATA, "attention in fp32"),
         (COMMAND.format("hv") + "--dit_dtype float32", DATA, "weights in fp32"),
+        (COMMAND.format("wan"), DATA, "no --task: which model this script trains is not said"),
+        (COMMAND.format("wan") + "--task ii2v-A14B", DATA, "--task 'ii2v-A14B' is none that is estimated"),
         (COMMAND.format("wan") + "--task t2v-14B", f"{DATA}fp_1f_clean_indices = [0]\n", "beside clean ones"),
     ],
 )
@@ -158,3 +160,9 @@ def test_a_smaller_batch_or_size_is_told_of_each_dataset(tmp_path: Path) -> None
     # Clips that would be left out, or cut, are said in words.
     with pytest.raises(InexpressibleError):
         list(changed_words(case, case.changed({"buckets": ()}).fields, frozenset({"height"})))
+
+
+def test_a_file_that_no_loader_of_it_reads_does_not_start(tmp_path: Path) -> None:
+    words = COMMAND.format("wan").replace("a.safetensors", "Wan2.2-T2V-A14B-HighNoise-Q8_0.gguf") + "--task t2v-14B"
+    assert [remark.flag for remark in translated(tmp_path, words).refused] == ["--dit"]
+    assert not translated(tmp_path, COMMAND.format("wan") + "--task t2v-14B").refused

@@ -74,7 +74,7 @@ def test_whose_layers_wait(
 ) -> None:
     found = case_of(tmp_path, changes)
     assert (found.version, found.unpriced) == (version, unpriced)
-    assert [remark.flag for remark in found.reading.ineffective] == ineffective
+    assert [remark.flag for remark in found.translation.ineffective] == ineffective
 
 
 def test_it_is_advised_where_the_model_s_own_layers_wait(tmp_path: Path) -> None:
