@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import re
 import signal
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,7 +151,7 @@ def _train_until_killed(asked: dict[str, Any], killed: int, folder: str) -> None
                 os.kill(os.getpid(), signal.SIGKILL)
         step(run, number)
 
-    TrainingRun._step = step_or_die  # type: ignore[method-assign]
+    TrainingRun._step = step_or_die
     runs.train(RunRequest.read(asked))
 
 
@@ -167,11 +169,13 @@ SIZE = 48 * MIB
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_ranks_hold_the_bytes_once(root: Path, world: int) -> None:
-    """By the kernel's count: of what processes share, each has its part (PSS)."""
+    """By the kernel's count: of what processes share, each has its part (PSS), though all have it mapped (RSS). What a
+    probe tells of a rank is without the parts of the others."""
     told = ranks.run(_hold, world)
     assert all(rank["sum"] == told[0]["sum"] for rank in told)
     assert sum(rank["held"] for rank in told) == pytest.approx(4 * SIZE, rel=0.01)
-    assert sum(rank["elsewhere"] for rank in told) == (world - 1) * 4 * SIZE
+    assert all(4 * SIZE <= rank["resident"] <= 4 * SIZE + MIB for rank in told)
+    assert [rank["elsewhere"] for rank in told] == [(world - 1) * 4 * SIZE // world] * world
 
 
 def _hold() -> dict[str, int]:
@@ -185,15 +189,37 @@ def _hold() -> dict[str, int]:
             buffer.random_(0, 256, generator=torch.Generator().manual_seed(turn))
         taken.append(buffer)
     ram.complete()
+    resident = _mapped_bytes("Rss")
     total = sum(int(buffer.sum()) for buffer in taken)
     torch.distributed.barrier()
-    held = _held_bytes()
+    held = _mapped_bytes("Pss")
     torch.distributed.barrier()
-    return {"sum": total, "held": held, "elsewhere": shared_ram.counted_elsewhere()}
+    return {"sum": total, "held": held, "resident": resident, "elsewhere": shared_ram.counted_elsewhere()}
 
 
-def _held_bytes() -> int:
-    """This process's part of the mapped files, in bytes."""
+def test_all_ranks_keep_their_own_where_one_cannot_pin_the_file(root: Path) -> None:
+    told = ranks.run(_pin_in_rank_0)
+    assert [rank["shares"] for rank in told] == [False, False]
+    assert [len(rank["warned"]) for rank in told] == [1, 0]
+    assert "could not pin" in told[0]["warned"][0] and "error 801" in told[0]["warned"][0]
+    assert not any(rank["mapped"] for rank in told)
+
+
+def _pin_in_rank_0() -> dict[str, Any]:
+    """Asks for pinned RAM of a driver that pins in the first rank and refuses in the other (cudaErrorNotSupported)."""
+    torch.distributed.init_process_group("gloo")
+    code = 801 if torch.distributed.get_rank() else 0
+    driver = SimpleNamespace(cudaHostRegister=lambda *_: code, cudaHostUnregister=lambda *_: 0)
+    torch.cuda.cudart = lambda: driver
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ram = shared_ram.share_ram(torch.device("cuda"))
+    gc.collect()
+    return {"shares": ram is not None, "warned": [str(each.message) for each in said], "mapped": _mapped_files()}
+
+
+def _mapped_bytes(counter: str) -> int:
+    """Bytes of this process's mappings of shared blocks, by one of the kernel's counters."""
     text = Path("/proc/self/smaps").read_text()
-    parts = re.findall(r"vplan-swapped-blocks.*?\nPss: +(\d+) kB", text, re.DOTALL)
+    parts = re.findall(rf"vplan-swapped-blocks.*?\n{counter}: +(\d+) kB", text, re.DOTALL)
     return 1024 * sum(map(int, parts))

@@ -134,10 +134,15 @@ def _opened(rank: int, store: Store, pinned: bool) -> tuple[int | None, str]:
 
 
 def _mapped(file: int, start: int, length: int, pinned: bool) -> Tensor:
-    """Bytes of the file as a tensor. The file grows if it ends before; that never cuts off what another rank added."""
+    """Bytes of the file as a tensor. The file grows if it ends before; that never cuts off what another rank added.
+
+    All pages are mapped at once, as pinning does it. So they are resident in every rank from the start, also without a
+    GPU (`counted_elsewhere`).
+    """
     try:
         os.posix_fallocate(file, start, length)
-        buffer = torch.frombuffer(mmap.mmap(file, length, offset=start), dtype=torch.uint8)
+        mapped = mmap.mmap(file, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=start)
+        buffer = torch.frombuffer(mapped, dtype=torch.uint8)
     except OSError as error:
         if error.errno not in (errno.ENOMEM, errno.ENOSPC):
             raise
@@ -150,5 +155,5 @@ def _mapped(file: int, start: int, length: int, pinned: bool) -> Tensor:
 def _forget_error_of_cuda() -> None:
     """CUDA keeps an error of a registration until somebody asks, and torch would report it at its next kernel
     (vllm-project/vllm#51080)."""
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, AssertionError):  # the latter of a torch without CUDA
         torch.zeros(1, device="cuda")
