@@ -6,8 +6,10 @@ words and ours (`planner.dialects.base.bindings`). How these trainers hold memor
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -96,8 +98,21 @@ def read_script(script: Script) -> tuple[Dialect, Invocation]:
         assert reader.read_script is not None
         invocation = reader.read_script(script)
         if invocation is not None:
-            return reader, replace(invocation, config_alone=script.config is not None)
+            notes = (*_trainings(reader, script, invocation), *invocation.notes)
+            return reader, replace(invocation, notes=notes, config_alone=script.config is not None)
     raise refusal(script, readers)
+
+
+def _trainings(reader: Dialect, script: Script, invocation: Invocation) -> Iterator[str]:
+    """That a script has several commands of a trainer, where one of them alone is what was read: both experts of a
+    model are often trained one after the other."""
+    assert reader.read_script is not None
+    alone: list[Invocation] = []
+    for program in script.programs if len(script.programs) > 1 else ():
+        with contextlib.suppress(VplanError):  # of a command that is not the answer's
+            alone += filter(None, [reader.read_script(replace(script, programs=(program,)))])
+    if len(alone) > 1 and alone[-1].settings == invocation.settings:
+        yield f"{len(alone)} commands of this trainer in {script.name}: the last one is estimated"
 
 
 def module(name: str) -> ModuleType:

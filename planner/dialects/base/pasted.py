@@ -10,12 +10,14 @@ import shlex
 from planner.errors import VplanError, quoted
 
 _MAGIC = (
+    (re.compile(r"^.*\bExecuting command: (\S.*?)(?: with shell=\w+)?$", re.MULTILINE), r"\1"),
     (re.compile(r"^[ \t]*!+[ \t]*(?=\S)", re.MULTILINE), ""),
     (re.compile(r"^[ \t]*%%(?:bash|sh|shell|script)\b.*$", re.MULTILINE), ""),
     (re.compile(r"^[ \t]*%cd[ \t]+", re.MULTILINE), "cd "),
     (re.compile(r"^[ \t]*%env[ \t]+(\w+)[ \t=]+", re.MULTILINE), r"export \1="),
 )
-"""What IPython adds to a shell's line or takes for one (its magics `%cd`, `%env`, `%%bash`)."""
+"""What IPython adds to a shell's line or takes for one (its magics `%cd`, `%env`, `%%bash`), and the line of kohya_ss's
+log (046879b kohya_gui/class_command_executor.py)."""
 
 _WINDOWS = re.compile(r"(?:^|[\s\"'=])(?:[A-Za-z]:\\|\.{1,2}\\)\w|\w\\[\w.-]+\.(?:py|exe|bat|toml|json|yaml)\b")
 """A path with backslashes."""
@@ -131,7 +133,9 @@ def _assignment(line: str) -> tuple[str, str] | None:
 
 _STARTS = re.compile(
     r"\s*(?:[$>]\s+)?(?:[A-Za-z_]\w*=\S*\s+)*"
-    r"(?:accelerate\s+launch|torchrun|deepspeed|(?:\S*/)?python[\d.]*(?:\.exe)?|uv\s+run|srun|docker\s+run)\s+\S"
+    r"(?:\S*accelerate(?:\.exe)?\s+launch|torchrun|deepspeed|(?:\S*/)?python[\d.]*(?:\.exe)?"
+    r"|uv\s+run|srun|docker\s+run)\s+\S",
+    re.IGNORECASE,
 )
 """A line that begins with what starts a Python program."""
 _ASSIGNS = re.compile(r"\s*export\s+\w+=\S")

@@ -352,7 +352,7 @@ def _program(words: tuple[str, ...], environment: dict[str, str]) -> PythonComma
     rest, environment = unwrapped(words, environment)
     if not rest:
         return None
-    name = rest.pop(0).replace("\\", "/").rpartition("/")[2].removesuffix(".exe")
+    name = re.sub(r"\.exe$", "", rest.pop(0).replace("\\", "/").rpartition("/")[2], flags=re.IGNORECASE)
     if name in LAUNCHERS:
         verb = list(LAUNCHERS[name])
         if rest[: len(verb)] != verb:

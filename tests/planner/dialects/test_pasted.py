@@ -242,3 +242,21 @@ def test_the_card_that_a_job_asks_for_is_offered(asked: str, fix: str, tmp_path:
     (tmp_path / "job.sbatch").write_text(JOB.format(asked))
     answer = CliRunner().invoke(cli, ["check", str(tmp_path / "job.sbatch")])
     assert answer.exit_code == 2 and fix in answer.output
+
+
+def test_the_command_in_a_gui_s_log_is_read(tmp_path: Path) -> None:
+    text = f"14:37:32-5 INFO     Start training ...\n14:37:33-1 INFO  Executing command: {{}} {WAN} with shell=False\n"
+    for launcher in ("C:\\kohya\\venv\\Scripts\\accelerate.EXE launch", "/v/bin/accelerate launch"):
+        (tmp_path / "log.txt").write_text(text.format(launcher))
+        (program,) = from_file(tmp_path / "log.txt").programs
+        assert (program.launcher, program.script) == ("accelerate", "src/musubi_tuner/wan_train_network.py")
+        assert program.arguments[-2:] == ("--network_dim", "32")
+
+
+def test_of_two_trainings_the_last_is_read_and_that_is_said(tmp_path: Path) -> None:
+    cached = "python src/musubi_tuner/wan_cache_latents.py --dataset_config a.toml"
+    for commands, said in (([cached, LAUNCH], False), ([LAUNCH, f"{LAUNCH} --fp8_base"], True)):
+        (tmp_path / "a.sh").write_text("\n".join(commands))
+        _, given = dialects.read_script(from_file(tmp_path / "a.sh"))
+        assert any("2 commands of this trainer in a.sh: the last one" in note for note in given.notes) == said
+    assert given.settings["--fp8_base"] is True
