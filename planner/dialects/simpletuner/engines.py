@@ -255,7 +255,8 @@ def config_keys(plan: Plan) -> Settings:
 
 
 def _by_deepspeed(stage: int, what: str, on_host: bool = False) -> Move:
-    """A stage of DeepSpeed for full training, on one GPU too where the optimizer steps in host RAM."""
+    """A stage of DeepSpeed for full training, on several GPUs: on one ``simpletuner train`` starts a plain process, to
+    which accelerate gives no process group for it (accelerate 1.15 state.py, LOCAL_RANK)."""
     fields: Fields = {"sharding": f"zero-{stage}", "optimizer": "adamw", "optimizer_step": "fused", **DEEPSPEED}
     table = f'"stage": {stage}'
     if on_host:
@@ -271,7 +272,7 @@ def _by_deepspeed(stage: int, what: str, on_host: bool = False) -> Move:
         fields,
         what,
         words_for=said,
-        when=lambda now: _may_split(now) and now["method"] == "full" and (on_host or several_gpus(now)),
+        when=lambda now: _may_split(now) and now["method"] == "full" and several_gpus(now),
     )
 
 
