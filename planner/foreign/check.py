@@ -17,7 +17,7 @@ from planner.errors import NotRecordedError
 from planner.foreign.case import Case
 from planner.foreign.change_words import changed_words
 from planner.foreign.least_memory import LeastMemory
-from planner.foreign.pricing import CheckedEstimate, Pricing
+from planner.foreign.pricing import CheckedEstimate, Pricing, in_doubt
 from planner.foreign.smallest_change import Fix, smaller_batches, smallest_changes
 from planner.spec.job import Job, Strategy
 from planner.spec.plan import Estimate, Plan
@@ -105,9 +105,11 @@ def check_case(case: Case, search: bool = True) -> Checked:
     in the trainer's flags, if a tape is missing."""
     pricing = Pricing(case)
     try:
-        outcome = pricing.outcome(case)
+        found = pricing.outcome(case)
     except NotRecordedError as error:
         raise _in_its_words(case, error, pricing) from None
+    outcome = in_doubt(found)
+    pricing.doubts = outcome is not found
     if outcome.estimate.verdict == "fits" or not search:
         return Checked(case, outcome, (), case.translation.ineffective, (), search, _today(case, outcome))
     fixes, helps = smallest_changes(case, outcome, pricing)

@@ -49,6 +49,10 @@ class Pricing:
         self.library: Library = other.library if other else Library()
         self.run_caches: dict[str, RunCache] = other.run_caches if other else {}
         self.screens: dict[str, Screen] = {}
+        self.doubts = False
+        """Whether `in_doubt` counts in an outcome: where the command as it is is in doubt, a change has to end that.
+        Elsewhere it does not: on WSL nothing that swaps would be left, and on Windows a loss would be advised where a
+        page file does."""
 
     def facts(self, configuration: Configuration) -> Facts:
         """The facts (tapes, model, card, measurements) for an estimate."""
@@ -105,18 +109,7 @@ class Pricing:
         found = self._at_lengths(case)
         if case.dialect.captures(case.invocation.settings) and case.strategy.gradient_checkpointing != "none":
             found = self._with_graphs(case, found)
-        return self._in_doubt(found)
-
-    @staticmethod
-    def _in_doubt(found: CheckedEstimate) -> CheckedEstimate:
-        """What fits and may still run out, for a limit of Windows or WSL that nothing tells beforehand, is tight. A
-        search goes on calling it fitting and says why it may not: on WSL nothing that swaps would be left."""
-        estimate = found.estimate
-        pinned = estimate.host.pinned_bytes if estimate.host else 0
-        files, pins = page_file_doubts(estimate), wsl_doubts(estimate.machine, pinned)
-        if estimate.verdict != "fits" or not (files or pins):
-            return found
-        return replace(found, estimate=estimate.replace(verdict="tight", assumptions=(*files, *estimate.assumptions)))
+        return in_doubt(found) if self.doubts else found
 
     def _with_graphs(self, case: Case, found: CheckedEstimate) -> CheckedEstimate:
         """The same of a step whose blocks are captured as CUDA graphs. Each keeps a pool of its own between its uses,
@@ -165,6 +158,16 @@ class Pricing:
         if any(entry is ended for entry in beside[1:]):  # it had room before there were gradients and states beside it
             return CheckedEstimate(estimate, "train", "encoding the next batch beside gradients and optimizer states")
         return CheckedEstimate(estimate, phase, moment)
+
+
+def in_doubt(found: CheckedEstimate) -> CheckedEstimate:
+    """What fits and may still run out, for a limit of Windows or WSL that nothing tells beforehand, as tight."""
+    estimate = found.estimate
+    pinned = estimate.host.pinned_bytes if estimate.host else 0
+    files, pins = page_file_doubts(estimate), wsl_doubts(estimate.machine, pinned)
+    if estimate.verdict != "fits" or not (files or pins):
+        return found
+    return replace(found, estimate=estimate.replace(verdict="tight", assumptions=(*files, *estimate.assumptions)))
 
 
 def _phase(phase: str, moment: str) -> str:

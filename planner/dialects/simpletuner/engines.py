@@ -218,6 +218,9 @@ def write_optimizer(fields: Fields) -> Settings:
     if fields["sharding"] not in SPLIT:
         return number_formats.write_optimizer(fields)
     zero = fields["sharding"] != "fsdp"
+    if zero and not several_gpus(fields):
+        why = "on one GPU `simpletuner train` starts a plain process, to which accelerate gives no process group"
+        raise InexpressibleError(UnsupportedValue("sharding", fields["sharding"], "none", why))
     on_gpu = zero and fields["offload_optimizer"] == "none"
     steps = ("fused", "foreach") if on_gpu else ("foreach",)
     step = fields["optimizer_step"] if fields["optimizer_step"] in steps else steps[0]

@@ -223,7 +223,7 @@ def test_flags_change_a_plan(plan: str) -> None:
     assert (request.job.frames, request.job.lora_rank, request.strategy.swap_blocks) == (49, 8, 0)
     assert request.strategy.gradient_checkpointing == "full"
     # Another card is another computer.
-    assert request.machine == Machine(gpu="rtx4090", gpus=2, host_ram=26 * GIB)
+    assert request.machine == Machine(gpu="rtx4090", gpus=2, host_ram=58 * GIB)
 
 
 def test_train_asks_for_weights_before_it_plans_or_writes(plan: str, tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_own_rows_have_our_defaults_and_names_are_looked_up(tmp_path: Path) -> N
     row = {**own(), "job": {**WAN, "model": "Wan-AI/Wan2.1-T2V-1.3B"}, "machine": {"gpu": "2x4090"}}
     job, strategy, machine = asked(tmp_path, row)
     assert job.model == "wan2.1-t2v-1.3b"
-    assert (machine.gpu, machine.gpus, machine.host_ram) == ("rtx4090", 2, 32 * GIB)
+    assert (machine.gpu, machine.gpus, machine.host_ram) == ("rtx4090", 2, 64 * GIB)
     assert (strategy.expandable_segments, strategy.sharding, strategy.weights_dtype) == (True, "ddp", "bf16")
 
 

@@ -259,7 +259,8 @@ def test_several_gpus_are_read_from_the_environment(swapped: int, buckets: str, 
         buckets,
     )
     wrong = {"sharding": "zero-2", "weights_dtype": "bf16", "autocast": "bf16", "master_weights": "none"}
-    assert refused(plan("flux.1-dev", {}, wrong, gpus=2))["sharding"] == ("zero-2", "ddp")
+    assert refused(plan("flux.1-dev", {}, wrong, gpus=2))["master_weights"] == ("none", "fp32")
+    assert refused(plan("flux.1-dev", {}, wrong))["sharding"] == ("zero-2", "none")
 
 
 def test_reference_images_are_sets_of_their_own(tmp_path: Path) -> None:

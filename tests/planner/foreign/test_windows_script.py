@@ -115,7 +115,9 @@ accelerate launch sdxl_train_network.py ^
     [(NEW_ALLOC_CONF, "2.9", False), (NEW_ALLOC_CONF, "2.10", True), (OLD, "2.9", True)],
 )
 def test_the_new_name_is_read_from_torch_2_10(name: str, torch: str, expandable: bool, tmp_path: Path) -> None:
-    (tmp_path / "train.sh").write_text(BAT.replace("set PYTORCH_CUDA_ALLOC_CONF", f"export {name}").replace("^", "\\"))
+    script = BAT.removeprefix("@echo off\n").replace("D:\\data", "data").replace("^", "\\")
+    script = script.replace("set PYTORCH_CUDA_ALLOC_CONF", f"export {name}")
+    (tmp_path / "train.sh").write_text(script)
     words = ["check", str(tmp_path / "train.sh"), "--gpu", "12GB", "--torch", torch, "--json"]
     found = json.loads(CliRunner().invoke(cli, words).stdout)
     assert found["strategy"]["expandable_segments"] is expandable
