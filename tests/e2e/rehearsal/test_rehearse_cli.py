@@ -429,7 +429,7 @@ SMALL = """
     scaler.update()
     assert weight.tolist() == [-1, -1, -1, -1]
     torch.cuda.default_generators[0].get_state()
-    time.sleep(1)  # autograd's thread: Python that ends while one of C++ waits for its lock aborts the process
+    time.sleep(1)  # it was aborted at its end now and then, probably while autograd's thread waited for Python's lock
 """
 
 
